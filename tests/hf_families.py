@@ -25,9 +25,9 @@ class Family:
     head: str = "ForCausalLM"
     published: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Keys of config.json that published folders have and transformers' class does not write."""
-    mtp: tuple[str, int] | None = None
+    mtp: tuple[str, tuple[int, ...]] | None = None
     """If folders have a depth of multi-token prediction: the kind of its names in `hf_mtp`, and the
-    number of the layer that its layer is like."""
+    numbers of the layers that its layers are like."""
     stacks_experts: bool = False
     """Whether published folders hold the experts of a layer in one tensor."""
 
@@ -353,7 +353,7 @@ FAMILIES: dict[str, Family] = {
             "num_nextn_predict_layers": 1,
         },
         published={"first_k_dense_replace": 1, "topk_method": "noaux_tc"},
-        mtp=("layer", 3),
+        mtp=("layer", (3,)),
     ),
     "glm4": Family(
         name="Glm4",
@@ -427,7 +427,7 @@ FAMILIES: dict[str, Family] = {
             "model_type": "mimo",
             "num_nextn_predict_layers": 1,
         },
-        mtp=("mimo", 3),
+        mtp=("mimo", (3,)),
     ),
     "deepseek_v32": Family(
         name="DeepseekV32",
@@ -547,7 +547,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Family(
         name="Qwen3Next",
         settings={**_MOE, **_GATED_DELTA, **_GATED_EXPERTS, "mlp_only_layers": [1]},
-        mtp=("qwen", 2),
+        mtp=("qwen", (2,)),
     ),
     "qwen2_5_vl": Family(
         name="Qwen2_5_VL",
@@ -603,5 +603,11 @@ FAMILIES: dict[str, Family] = {
         stacks_experts=True,
     ),
     "nemotron_h": Family(name="NemotronH", settings=_NEMOTRON),
+    "nemotron_super": Family(
+        name="NemotronH",
+        settings={**_NEMOTRON, "moe_latent_size": 24, "num_nextn_predict_layers": 1},
+        published={"moe_shared_expert_overlap": False, "mtp_use_repeated_layer": True},
+        mtp=("nemotron", (2, 1)),
+    ),
 }
 """By a name that says what is special; in those of DeepSeek and GLM the first layer is dense."""

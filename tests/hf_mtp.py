@@ -1,7 +1,7 @@
 """A depth of multi-token prediction of a Hugging Face folder, in plain torch.
 
 transformers leaves out these tensors. Here they are made beside a tiny model's folder, under the
-names of published ones, and computed from the model's hidden states: the layer in them is one of
+names of published ones, and computed from the model's hidden states: the layers in them are
 transformers' own.
 """
 
@@ -21,7 +21,7 @@ from tests import hf_models
 FILE = "mtp.safetensors"
 """The file of a folder that has the depth."""
 
-# By kind of folder: names of the layer's tensors begin so, and names of the other tensors.
+# By kind of folder: names of a layer's tensors begin so, and names of the other tensors.
 _LAYER = "model.layers.{layers}."
 _NAMES: dict[str, tuple[str, dict[str, str]]] = {
     "layer": (
@@ -51,6 +51,15 @@ _NAMES: dict[str, tuple[str, dict[str, str]]] = {
             "last_norm": "mtp.norm.weight",
         },
     ),
+    "nemotron": (
+        "mtp.layers.{own}.",
+        {
+            "enorm": "mtp.layers.0.enorm.weight",
+            "hnorm": "mtp.layers.0.hnorm.weight",
+            "projection": "mtp.layers.0.eh_proj.weight",
+            "last_norm": "mtp.layers.1.final_layernorm.weight",
+        },
+    ),
 }
 _COPIES = {
     "model.embed_tokens.weight": f"{_LAYER}embed_tokens.weight",
@@ -59,7 +68,7 @@ _COPIES = {
 
 
 class Depth(torch.nn.Module):
-    """The first depth, whose layer is the one of this number in a model of another seed.
+    """The first depth, whose layers are those of these numbers in a model of another seed.
 
     Args:
         settings: see `hf_models.new_model`.
@@ -67,11 +76,12 @@ class Depth(torch.nn.Module):
 
     def __init__(self, family: str, **settings: Any) -> None:
         super().__init__()
-        self.kind, self.index = hf_models.FAMILIES[family].mtp or ("", 0)
+        self.kind, self.layers = hf_models.FAMILIES[family].mtp or ("", ())
         self.twin = hf_models.new_model(family, seed=1, **settings)
         self.num_layers = self.twin.config.num_hidden_layers
         generator = torch.Generator().manual_seed(2)
-        norms = [copy.deepcopy(self.twin.model.norm) for _ in range(3)]
+        norm = self.twin.model.norm_f if self.kind == "nemotron" else self.twin.model.norm
+        norms = [copy.deepcopy(norm) for _ in range(3)]
         with torch.no_grad():
             for norm in norms:
                 norm.weight.add_(0.2 * torch.randn(norm.weight.shape, generator=generator))
@@ -88,17 +98,20 @@ class Depth(torch.nn.Module):
         tokens_1T = tokens_T[None].long()
         inner = model.model
         hidden = inner(input_ids=tokens_1T, use_cache=False).last_hidden_state[:, :-1]
-        embedded = self.enorm(inner.embed_tokens(tokens_1T[:, 1:]))
+        embedded = self.enorm(inner.get_input_embeddings()(tokens_1T[:, 1:]))
         states = [embedded, self.hnorm(hidden)]
         if self.kind == "mimo":
             states.reverse()
         positions = torch.arange(hidden.shape[1])[None]
-        hidden = self.twin.model.layers[self.index](
-            self.projection(torch.cat(states, -1)),
-            attention_mask=torch.full((hidden.shape[1],) * 2, float("-inf")).triu(1)[None, None],
-            position_ids=positions,
-            position_embeddings=inner.rotary_emb(hidden, positions),
-        )
+        kwargs: dict[str, Any] = {
+            "attention_mask": torch.full((hidden.shape[1],) * 2, float("-inf")).triu(1)[None, None],
+            "position_ids": positions,
+        }
+        if self.kind != "nemotron":
+            kwargs["position_embeddings"] = inner.rotary_emb(hidden, positions)
+        hidden = self.projection(torch.cat(states, -1))
+        for layer in self.layers:
+            hidden = self.twin.model.layers[layer](hidden, **kwargs)
         logits: Tensor = model.lm_head(self.last_norm(hidden))
         return logits[0].float().log_softmax(-1)
 
@@ -115,11 +128,11 @@ class Depth(torch.nn.Module):
             saved = hf_models.gradients_of(self.twin)
         else:
             saved = hf_models.tensors_of(self.twin)
-        own = f"model.layers.{self.index}."
         found = {
-            prefix + name.removeprefix(own): tensor
+            prefix.replace("{own}", str(own)) + name.partition(f".layers.{layer}.")[2]: tensor
+            for own, layer in enumerate(self.layers)
             for name, tensor in saved.items()
-            if name.startswith(own)
+            if f".layers.{layer}." in name
         }
         for part, name in names.items():
             weight = getattr(self, part).weight

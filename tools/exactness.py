@@ -126,6 +126,8 @@ MODELS = {
     "qwen3_5": "Qwen3.5: the text part, tied",
     "qwen3_5_moe": "Qwen3.5-MoE: the text part, stacked experts",
     "nemotron_h": "Nemotron-3: Mamba-2, attention without positions, experts",
+    "nemotron_super": "Nemotron-3 Super: as before, experts at a latent width",
+    "nemotron_super_mtp": "Nemotron-3 Super with multi-token prediction",
     "qwen3_tied_hybrid": "Qwen3, tied, in a HybridModel",
     "qwen2_moe_hybrid": "Qwen2-MoE in a HybridModel",
 }
@@ -156,6 +158,8 @@ VARIANTS = {
     "mtp_hybrid": "gated delta nets and experts, multi-token prediction, 2 depths",
     "gated_delta": "gated delta nets, attention with a gate, 4 experts and a gated shared one",
     "mamba": "Mamba-2, attention without positions, 4 experts with squared ReLU",
+    "moe_latent": "3 dense layers, then 8 experts at a latent width and a gated shared one",
+    "mamba_latent": "Mamba-2, 4 experts at a latent width, multi-token prediction, 1 depth",
     "hybrid": "gated delta nets, Mamba-2 and attention",
     "gpt_as_hybrid": "dense layers, then experts in groups, as a HybridModel",
     "streams": "hyper-connections over 3 streams, temperature 0.9",

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 from megapack.cost.memory import MemoryModel  # noqa: E402
 from megapack.job.config.model import ModelConfig  # noqa: E402
 from megapack.layout import Layout  # noqa: E402
-from tests.unit.job.config.hybrid_configs import HYBRID  # noqa: E402
+from tests.unit.job.config.hybrid_configs import HYBRID, LATENT  # noqa: E402
 from tests.unit.job.config.published_configs import CONFIGS  # noqa: E402
 from tools.pages.marks import table  # noqa: E402
 from tools.pages.measured import versions, write  # noqa: E402
@@ -50,7 +50,7 @@ def counts(config: dict[str, Any]) -> tuple[str, str]:
 
 def lines() -> list[str]:
     """The table, and the number of its models."""
-    models = CONFIGS | {name: HYBRID[key] for key, name in HYBRID_NAMES.items()}
+    models = CONFIGS | LATENT | {name: HYBRID[key] for key, name in HYBRID_NAMES.items()}
     rows = [
         (name, f"`{config['model_type']}`", *counts(config))
         for name, config in sorted(models.items())

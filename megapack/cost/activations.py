@@ -185,11 +185,12 @@ class SavedActivations:
             router += 8 * kind.num_experts + 4
         else:
             router += 5 * kind.num_experts + _INT64_BYTES * model.moe_top_k
-        routed = {"inputs": model.hidden_size, "inside": channels * kind.width / self.layout.etp}
+        routed = {"inputs": model.routed_width, "inside": channels * kind.width / self.layout.etp}
         shared = {
             "inside": self._mlp_channels * kind.shared_width / self.layout.tp,
             # It multiplies the shared expert's output.
             "gate": model.moe_shared_gate * (self._hidden + self._scatter),
+            "experts' sum before its projection": self._scatter * (model.moe_latent_size or 0),
         }
         expert = self._bytes(routed, {"score": 1})
         return self._scatter * router + self._routes * expert + self._bytes(shared) + around

@@ -175,12 +175,13 @@ class LayerKind:
         """Operations of one layer's MLP, or of its router and experts, per token, forward."""
         if not set(self.parts) & set("-E"):
             return 0.0
-        model, width, router = self.model, self.width, 0
+        model, hidden = self.model, self.model.hidden_size
+        channels, others = hidden * self.width, 0
         if self.num_experts:
-            width = width * model.moe_top_k + self.shared_width
-            router = 2 * model.hidden_size * (self.num_experts + model.moe_shared_gate)
-        matrices = 3 if model.gated_linear_unit else 2
-        return float(router + 2 * model.hidden_size * matrices * width)
+            routed, latent = model.routed_width, model.moe_latent_size or 0
+            channels = routed * self.width * model.moe_top_k + hidden * self.shared_width
+            others = hidden * (self.num_experts + model.moe_shared_gate + 2 * latent)
+        return 2.0 * (others + (3 if model.gated_linear_unit else 2) * channels)
 
     def layer_flops_per_token_sq(self) -> float:
         """Operations of one layer's attention per squared token of a sample, forward."""
@@ -248,8 +249,9 @@ def _mlp_weights(
 ) -> Iterator[Weight]:
     """Weights of one feed-forward of this width."""
     inner = (2 if model.gated_linear_unit else 1) * width
-    yield Weight(f"{name}.linear_fc1.weight", model.hidden_size * inner, kind)
-    yield Weight(f"{name}.linear_fc2.weight", model.hidden_size * width, kind)
+    hidden = model.routed_width if kind == "experts" else model.hidden_size
+    yield Weight(f"{name}.linear_fc1.weight", hidden * inner, kind)
+    yield Weight(f"{name}.linear_fc2.weight", hidden * width, kind)
     if model.linear_bias:
         yield Weight(f"{name}.linear_fc1.bias", inner, kind)
         yield Weight(f"{name}.linear_fc2.bias", model.hidden_size, kind_of_bias or kind)
@@ -272,6 +274,8 @@ def _expert_weights(kind: LayerKind, norms: int) -> Iterator[Weight]:
     if model.moe_shared_gate:
         yield Weight("mlp.shared_experts.gate_weight", hidden, "whole")
     yield Weight("mlp.router.weight", hidden * kind.num_experts, "whole")
+    for name in ("fc1", "fc2") if model.moe_latent_size else ():
+        yield Weight(f"mlp.{name}_latent_proj.weight", hidden * model.routed_width, "whole")
     if model.linear_bias:
         yield Weight("mlp.router.bias", kind.num_experts, "whole")
     for weight in _mlp_weights(model, "mlp.experts.local_experts.{}", kind.width, "experts"):

@@ -228,6 +228,8 @@ class ModelOptions:
     """Experts per token. No token is dropped."""
     moe_ffn_hidden_size: int | None = None
     """Width inside an expert; null = ffn_hidden_size."""
+    moe_latent_size: int | None = None
+    """Width of tokens at experts, by projections (Nemotron-3 Super); null = hidden_size."""
     moe_shared_ffn_hidden_size: int | None = None
     """Width inside the shared expert; null = none."""
     moe_shared_gate: bool = False
@@ -421,6 +423,11 @@ class ModelOptions:
     def expert_width(self) -> int:
         """Width inside an expert."""
         return self.moe_ffn_hidden_size or self.dense_width
+
+    @property
+    def routed_width(self) -> int:
+        """Channels of a token as experts get and give it."""
+        return self.moe_latent_size or self.hidden_size
 
     @property
     def num_ids(self) -> int:

@@ -21,7 +21,8 @@ class LayerParameters(NamedTuple):
     """Matrices of attention and MLP, with biases, and all of layers G and M but G's norm: split
     over TP."""
     whole: int
-    """Norms, the router, and MLA's projections to latents: on every TP rank."""
+    """Norms, routers, projections from hidden states to latents, and those of experts back: on
+    every TP rank."""
     experts: int
     """All experts: split over EP and expert TP."""
 

@@ -130,6 +130,14 @@ MAMBA_MODEL = dataclasses.replace(
     mamba_num_groups=2,
     moe_shared_ffn_hidden_size=20,
 )
+# Experts at a latent width and multi-token prediction, as in Nemotron-3 Super.
+MAMBA_LATENT_MODEL = dataclasses.replace(
+    MAMBA_MODEL,
+    hybrid_layer_pattern="M-ME*EM-/*E",
+    moe_latent_size=12,
+    mtp_num_layers=1,
+    mtp_loss_coef=0.6,
+)
 # Both, without experts, which tensor parallelism without sequence parallelism does not run.
 HYBRID_MODEL = dataclasses.replace(
     GATED_DELTA_MODEL,
@@ -165,6 +173,7 @@ MODELS = {
     "moe_bias": (MOE_BIAS_MODEL, 1.0),
     "moe_replay": (MOE_MODEL, 1.0),
     "moe_shared": (MOE_SHARED_MODEL, 1.0),
+    "moe_latent": (dataclasses.replace(MOE_SHARED_MODEL, moe_latent_size=12), 1.0),
     "mla": (MLA_MODEL, 0.9),
     "window": (WINDOW_MODEL, 1.0),
     # DeepSeek-V2-Lite without norms.
@@ -175,6 +184,7 @@ MODELS = {
     "mtp_other": (dataclasses.replace(MTP_MODEL, untie_embeddings=True), 0.8),
     "gated_delta": (GATED_DELTA_MODEL, 1.0),
     "mamba": (MAMBA_MODEL, 0.9),
+    "mamba_latent": (MAMBA_LATENT_MODEL, 0.9),
     "hybrid": (HYBRID_MODEL, 1.0),
     "gpt_as_hybrid": (
         dataclasses.replace(MOE_SHARED_MODEL, megatron_class="hybrid", rope_scaling=RopeScaling()),

@@ -242,6 +242,10 @@ def test_flops_of_experts_and_latent_attention() -> None:
     found = flops.model_flops(one_of_two)
     assert found is not None
     assert found[0] == 2048 + 96 * 64 + moe_layer + 1024
+    narrow = flops.model_flops(make_args(**experts, moe_layer_freq=[0, 1], moe_latent_size=4))
+    assert narrow is not None
+    # Experts at a quarter of the width, and two projections.
+    assert narrow[0] == found[0] - 96 * 12 + 2 * 2 * 16 * 4
     every_second = flops.model_flops(make_args(**experts, moe_layer_freq=2))
     assert every_second == flops.model_flops(one_of_two)
     latent = make_args(

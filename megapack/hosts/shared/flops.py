@@ -41,6 +41,7 @@ def model_flops(args: Any) -> tuple[float, float] | None:
             num_experts=args.num_experts,
             moe_top_k=getattr(args, "moe_router_topk", 1),
             moe_shared_ffn_hidden_size=getattr(args, "moe_shared_expert_intermediate_size", None),
+            moe_latent_size=getattr(args, "moe_latent_size", None),
         )
         per_token += num_moe * experts.last_kind.layer_flops_per_token()
     return per_token, args.num_layers * dense.last_kind.layer_flops_per_token_sq()

@@ -23,7 +23,7 @@ RECURRENT = (
 _NEEDED_BY: Mapping[str, tuple[str, ...]] = {
     "num_experts": (
         *("moe_first_dense_layers", "moe_shared_ffn_hidden_size", "moe_num_groups"),
-        *("moe_expert_bias", "moe_bias_update_rate"),
+        *("moe_expert_bias", "moe_bias_update_rate", "moe_latent_size"),
     ),
     "moe_shared_ffn_hidden_size": ("moe_shared_gate", "moe_inner_norms"),
     "moe_num_groups": ("moe_group_top_k", "moe_group_best"),
@@ -52,14 +52,14 @@ _EXCLUDED: Mapping[str, str] = {
     "attention_score_cap": "hybrid latent sinks varlen",
     **dict.fromkeys(("attention_window", "attention_sinks"), "mtp hybrid latent"),
     # Megatron-Core's shared experts have no biases.
-    "linear_bias": "hybrid latent fp8 shared",
+    "linear_bias": "hybrid latent fp8 shared narrow",
     **dict.fromkeys(("kv_channels", "qkv_bias", "rotary_percent", "local_rotary_base"), "latent"),
     "rotary_interleaved": "latent rotaries",
     # No kernel has sparse attention.
     "indexer_top_k": "hybrid mtp te varlen",
     "qk_layernorm_over_heads": "latent global centered layernorm",
     "qk_layernorm_after_rotation": "hybrid latent global over_heads",
-    "moe_inner_norms": "no_sandwich centered dense_first gate sigmoid bias",
+    "moe_inner_norms": "no_sandwich centered dense_first gate sigmoid bias narrow",
     "layer_scalars": "pre",
     "hybrid_layer_pattern": "gpt_class",
     **dict.fromkeys(("attention_output_gate", "position_embedding_type"), "gpt"),
@@ -94,6 +94,7 @@ def _parts(model: ModelOptions) -> dict[str, tuple[object, str]]:
         "layernorm": (model.normalization != "RMSNorm", "normalization=LayerNorm"),
         "longrope": (rope.kind == "longrope", "rope_scaling.kind=longrope"),
         "mtp": (model.mtp_num_layers, f"mtp_num_layers={model.mtp_num_layers}"),
+        "narrow": (model.moe_latent_size, f"moe_latent_size={model.moe_latent_size}"),
         "no_sandwich": (placement != "sandwich", f"norm_placement={placement}"),
         "over_heads": (model.qk_layernorm_over_heads, "qk_layernorm_over_heads"),
         "plain_experts": (

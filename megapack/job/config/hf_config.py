@@ -85,9 +85,10 @@ class HfConfig:
         pattern = self.values["hybrid_layer_pattern"]
         if pattern is None:
             return self.values
+        mtp = FAMILIES[self.model_type].mtp
         # A depth is a block with attention, and the last block's kind of MLP.
-        depths = f"/*{pattern[-1]}" * num_mtp_layers
-        return {**self.values, "hybrid_layer_pattern": pattern + depths}
+        depth = (mtp and mtp.pattern) or f"*{pattern[-1]}"
+        return {**self.values, "hybrid_layer_pattern": pattern + f"/{depth}" * num_mtp_layers}
 
     @property
     def file(self) -> str:

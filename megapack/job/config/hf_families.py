@@ -443,7 +443,11 @@ FAMILIES: Mapping[str, Family] = {
         architecture="NemotronHForCausalLM",
         defaults={"head_dim": 128},
         on=("use_conv_bias",),
-        only={"mamba_hidden_act": ("silu",), "mlp_hidden_act": ("relu2",)},
+        only={
+            **{"mamba_hidden_act": ("silu",), "mlp_hidden_act": ("relu2",)},
+            "mtp_hybrid_override_pattern": ("*E",),
+            "mtp_layers_block_type": (["full_attention", "moe"], ["attention", "moe"]),
+        },
         unused=(
             # How layers are computed, or their first weights drawn.
             *("chunk_size", "expand", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap"),
@@ -452,7 +456,8 @@ FAMILIES: Mapping[str, Family] = {
             # Remote code and other names of keys that are read; attention has no positions.
             *("auto_map", "norm_eps", "rms_norm_eps"),
             *("partial_rotary_factor", "rope_theta", "rope_parameters", "rope_scaling"),
-            *("num_nextn_predict_layers", "mtp_hybrid_override_pattern", "mtp_layers_block_type"),
+            # How multi-token prediction was trained.
+            *("mtp_use_repeated_layer", "mtp_loss_scaling_factor", "keep_mtp_spec_in_bf16"),
             # Without experts those of experts have no effect.
             *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "norm_topk_prob"),
             *("moe_intermediate_size", "moe_shared_expert_intermediate_size", "n_group"),
@@ -469,7 +474,7 @@ FAMILIES: Mapping[str, Family] = {
         tensors=tensors.NEMOTRON,
         outer=tensors.NEMOTRON_OUTER,
         has_blocks=False,
-        # Of multi-token prediction.
+        mtp=tensors.NEMOTRON_MTP,
         kept=("mtp.",),
     ),
 }

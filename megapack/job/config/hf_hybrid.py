@@ -136,10 +136,15 @@ def nemotron_sizes(reader: Reader) -> Values:
     reader.require("attention_head_dim", values["kv_channels"])
     if "M" in pattern:
         _check_mamba(reader, values["norm_epsilon"])
+    latent = reader.optional_count("moe_latent_size", None)
     if "E" in pattern:
         reader.require("n_shared_experts", 1)
         shared = reader.count("moe_shared_expert_intermediate_size", 1)
-        values |= {**experts.sigmoid_experts(reader), "moe_shared_ffn_hidden_size": shared}
+        values |= {
+            **experts.sigmoid_experts(reader),
+            "moe_shared_ffn_hidden_size": shared,
+            "moe_latent_size": latent,
+        }
     return values
 
 

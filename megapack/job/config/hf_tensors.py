@@ -16,7 +16,8 @@ Names = Mapping[str, tuple[str, ...]]
 @dataclasses.dataclass(frozen=True)
 class Mtp:
     """Names of a depth of multi-token prediction, with `{prefix}` of the model's layers, the
-    number `{layer}` of the depth among them, and `{depth}` from 0."""
+    number `{layer}` of the depth among them, and `{depth}` from 0. `{own}` counts the layers of all
+    depths from 0, `{last}` is a depth's last."""
 
     layer: str
     """How the names of its layer begin."""
@@ -33,6 +34,8 @@ class Mtp:
     """Tensor of the model -> its copy in each depth."""
     assumed: int = 0
     """Depths if config.json does not count them."""
+    pattern: str = ""
+    """Letters of its layers, where each is one in the folder; "" = it has one."""
 
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -189,6 +192,9 @@ NEMOTRON = {
     "mlp.router.expert_bias": ("mixer.gate.e_score_correction_bias",),
     **mlp("mlp.experts.experts", "mixer.experts.{expert}", "up_proj", "down_proj"),
     **mlp("mlp.shared_experts", "mixer.shared_experts", "up_proj", "down_proj"),
+    **weights(
+        mlp__fc1_latent_proj="mixer.fc1_latent_proj", mlp__fc2_latent_proj="mixer.fc2_latent_proj"
+    ),
 }
 
 LAYER_MTP = Mtp(
@@ -216,4 +222,12 @@ QWEN_MTP = Mtp(
     hnorm="mtp.pre_fc_norm_hidden.weight",
     eh_proj="mtp.fc.weight",
     final_layernorm="mtp.norm.weight",
+)
+NEMOTRON_MTP = Mtp(
+    layer="mtp.layers.{own}.",
+    enorm="mtp.layers.{own}.enorm.weight",
+    hnorm="mtp.layers.{own}.hnorm.weight",
+    eh_proj="mtp.layers.{own}.eh_proj.weight",
+    final_layernorm="mtp.layers.{last}.final_layernorm.weight",
+    pattern="*E",
 )

@@ -82,6 +82,7 @@ def _fp8_widths(model: ModelConfig, layout: Layout) -> dict[str, tuple[int, int]
         "q_lora_rank": (model.q_lora_rank or 0, whole),
         "num_attention_heads * v_head_dim": (heads * (model.v_head_dim or 0), unit),
         "moe_ffn_hidden_size": (model.expert_width if model.num_experts else 0, of_experts),
+        "moe_latent_size": (model.moe_latent_size or 0, whole),
         "moe_shared_ffn_hidden_size": (model.moe_shared_ffn_hidden_size or 0, unit),
         "ffn_hidden_size": (model.dense_width if any(model.dense_layers) else 0, unit),
     }

@@ -41,6 +41,7 @@ from megapack.model.attention.choice import choose_attention, has_rope_fusion
 from megapack.model.attention.indexer import Indexer
 from megapack.model.attention.sdpa import PackedSDPA
 from megapack.model.attention.te_backend import AttentionSizes
+from megapack.model.experts.latent import whole_projections
 from megapack.model.experts.router import PackedRouter
 from megapack.model.fp32 import in_bf16
 from megapack.model.head import mark_head, replace_output_layer
@@ -81,6 +82,7 @@ _EXPERT_FIELDS: Mapping[str, str] = {
     "moe_router_score_function": "moe_score_function",
     "moe_aux_loss_coeff": "moe_balance_loss_coef",
     "moe_router_bias_update_rate": "moe_bias_update_rate",
+    **_same("moe_latent_size"),
 }
 _LATENT_FIELDS: Mapping[str, str] = {
     **_same("q_lora_rank", "kv_lora_rank", "v_head_dim", "rotary_base"),
@@ -514,7 +516,7 @@ def _chunk(
     if model.layer_pattern is not None:
         # Not at the top: Megatron-Core before 0.18 has no such model.
         from megapack.job.gpt.hybrid import hybrid_chunk
-    with _plain_output_layer():
+    with _plain_output_layer(), whole_projections(kernel):
         if model.layer_pattern is None:
             chunk = model_class(
                 transformer_layer_spec=block_spec(kernel, config, vp_stage, model),

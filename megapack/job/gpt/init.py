@@ -22,7 +22,9 @@ from megapack.model.head import unwrapped
 from megapack.model.parameters import GROUPED_EXPERT, global_parameters, is_expert
 from megapack.model.vision.tower import VisionTower
 
-_OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight", "out_proj.weight")
+_OUTPUT_PROJECTIONS = (
+    *("linear_proj.weight", "linear_fc2.weight", "out_proj.weight", "fc2_latent_proj.weight"),
+)
 # Norms whose weights are around 1 whatever the other ones are.
 _INNER_NORMS = ("out_norm.weight", "mixer.norm.weight")
 

@@ -131,7 +131,7 @@ def _has_expert_columns(stored: HfFolder, config: HfConfig) -> bool:
     family, model = FAMILIES[config.model_type], ModelOptions(**config.values)
     if model.num_experts is None or family.has_expert_columns:
         return False
-    hidden, width = model.hidden_size, model.expert_width
+    hidden, width = model.routed_width, model.expert_width
     told = {
         one.shape[1:] == (columns, rows)
         for end, rows, columns in zip(

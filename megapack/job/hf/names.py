@@ -73,7 +73,7 @@ _ROTARY_TABLE = r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 # The layer of a depth; in a HybridModel a depth has several.
 _DEPTH = re.compile(
-    r"mtp\.layers\.(\d+)\.(?:(?:transformer_layer|mtp_model_layer\.layers\.\d+)\.(.*)|(.*)\.weight)"
+    r"mtp\.layers\.(\d+)\.(?:(?:transformer_layer|mtp_model_layer\.layers\.(\d+))\.(.*)|(.*)\.weight)"
 )
 
 
@@ -174,11 +174,13 @@ class TensorNames:
         self._prefix = _PREFIXES.get(next(begins, ""), "model.")
         self.tower = TOWER if any(name.startswith(TOWER) for name in names) else f"model.{TOWER}"
         self._mtp = family.mtp
+        # Layers of the folder in a depth.
+        self._depth_layers = max(1, len(family.mtp.pattern)) if family.mtp else 1
         self._is_value_model = is_value_model
         self._stored = set(names)
         # A layer without the projection is one of the model's.
         self.depths = [
-            self._of_depth(self._mtp.layer, depth)
+            tuple(self._of_depth(self._mtp.layer, depth, i) for i in range(self._depth_layers))
             for depth in range(num_mtp_layers)
             if self._mtp is not None and self._of_depth(self._mtp.eh_proj, depth) in self._stored
         ]
@@ -202,10 +204,10 @@ class TensorNames:
             prefix = f"{self._prefix}layers.{int(match[1]) // self._split}."
             name = local_name(match[2])
         elif self._mtp is not None and (match := _DEPTH.fullmatch(key)):
-            if match[2] is None:
-                return [self._mtp_rows(self._mtp, int(match[1]), match[3], key, num_rows)]
-            prefix = self._of_depth(self._mtp.layer, int(match[1]))
-            name = local_name(match[2])
+            if match[3] is None:
+                return [self._mtp_rows(self._mtp, int(match[1]), match[4], key, num_rows)]
+            prefix = self._of_depth(self._mtp.layer, int(match[1]), int(match[2] or 0))
+            name = local_name(match[3])
         elif key.startswith(TOWER) and self._family.tower is not None:
             return [Rows(self.tower + key.removeprefix(TOWER), 0, num_rows)]
         else:
@@ -253,8 +255,10 @@ class TensorNames:
         is_padded = key in (EMBEDDING, HEAD)
         return Rows(name, 0, min(self._model.num_ids, num_rows) if is_padded else num_rows)
 
-    def _of_depth(self, name: str, depth: int) -> str:
-        return name.format(prefix=self._prefix, layer=self.num_layers + depth, depth=depth)
+    def _of_depth(self, name: str, depth: int, layer: int = 0) -> str:
+        first, layers = depth * self._depth_layers, self._depth_layers
+        numbers = {"depth": depth, "own": first + layer, "last": first + layers - 1}
+        return name.format(prefix=self._prefix, layer=self.num_layers + depth, **numbers)
 
     def _mtp_rows(self, mtp: Mtp, depth: int, part: str, key: str, num_rows: int) -> Rows:
         name = getattr(mtp, part, None)
@@ -341,7 +345,7 @@ class TensorNames:
         """Whether it is the rotary angles of old folders, which transformers does not read."""
         return re.fullmatch(_ROTARY_TABLE, name.removeprefix(self._prefix)) is not None
 
-    def depth_of(self, name: str) -> str | None:
+    def depth_of(self, name: str) -> tuple[str, ...] | None:
         """How the names of a depth of multi-token prediction begin, if config.json counts it and
         the tensor is of it."""
         for depth, begin in enumerate(self.depths):

@@ -195,6 +195,10 @@ def check_experts(config: Any, layout: Layout) -> None:
         "moe_enable_routing_replay": "it holds one micro-batch at a time; set it to False and use "
         "forward(record_routing=True) and step(routing=...)",
     }
+    if getattr(config, "moe_latent_size", None):
+        unsupported["moe_shared_expert_overlap"] = (
+            "Megatron-Core does not train it with moe_latent_size; set it to False"
+        )
     refuse_set(config, unsupported)
     for kind in ("sinkhorn", "quantile_balancing"):
         if kind in kinds:

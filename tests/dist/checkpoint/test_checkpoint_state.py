@@ -24,6 +24,11 @@ WEEKLY_CASES = {
         pytest.param(2, 1, "plain", "fp32", "distributed", id="tp2"),
         pytest.param(1, 2, "plain", "fp32", "distributed", id="dp2_ep2"),
         pytest.param(1, 2, "plain", "bf16", "adam", id="dp2_ep2_bf16_not_distributed"),
+        pytest.param(
+            *(1, 2, "mamba_latent", "bf16", "distributed"),
+            id="dp2_ep2_latent_bf16",
+            marks=needs_hybrid,
+        ),
         pytest.param(2, 1, "hybrid", "fp32", "distributed", id="tp2_hybrid", marks=needs_hybrid),
         pytest.param(
             1, 1, "hybrid", "bf16", "distributed", id="dp2_hybrid_bf16", marks=needs_hybrid
@@ -57,8 +62,8 @@ def test_tensors_come_back_bit_by_bit(
         assert report["loads"] == dict.fromkeys(["direct", "ahead", "staged", *by_megatron], True)
         assert report["moved"] == report["trained"]
         assert (report["trained"] < report["parameters"]) == (variant == "frozen")
-        # A_log and dt_bias of a gated delta net; those and D of two Mamba-2 layers.
-        fp32 = 8 if variant == "hybrid" else 0
+        # A_log and dt_bias of a gated delta net; those and D of two or three Mamba-2 layers.
+        fp32 = {"hybrid": 8, "mamba_latent": 9}.get(variant, 0)
         assert report["fp32"] == (report["parameters"] if dtype == "fp32" else fp32)
         # One file per thread.
         assert report["files"] == 2

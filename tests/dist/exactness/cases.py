@@ -159,6 +159,8 @@ _NAMED = (
     *("moe_dp2_tp2_sp_ep2_etp2", "moe_dp2_tp2_sp_ep4", "moe_tp2_sp_pp2_ep2", "moe_tp2_sp_pp2_etp2"),
     *("moe_tp2_sp_pp2_vpp2_ep2", "moe_shared", "moe_shared_dp2_ep2"),
     *("moe_shared_tp2_sp_ep2_recompute", "moe_shared_cp2", "moe_shared_pp2_vpp2", "mla"),
+    *("moe_latent", "moe_latent_dp2_ep2", "moe_latent_tp2_sp_ep2_recompute", "moe_latent_cp2"),
+    *("moe_latent_pp2_vpp2", "moe_latent_tp2_sp_etp2", "moe_latent_dp2_tp2_sp_ep2_selective"),
     *("mla_pp2_vpp2", "mla_tp2_sp", "mla_cp2", "mla_cp2_recompute", "window", "window_tp2_sp"),
     *("window_cp2", "window_pp2_vpp2_recompute", "gpt_oss", "gpt_oss_tp2_sp", "gpt_oss_tp2_sp_ep2"),
     *("gpt_oss_dp2_tp2_sp_ep4", "dsa", "dsa_cp2_recompute", "dsa_cp2_tp2_sp", "mtp", "mtp_pp2"),
@@ -387,6 +389,7 @@ _TESTED = (
     *("moe_bias_cp2_recompute", "moe_bias_dp2_ep2", "moe_replay_pp2_vpp2_recompute"),
     *("moe_cp2_pp2_vpp2", "moe_tp2_sp_etp2", "moe_dp2_tp2_sp_ep2"),
     *("moe_tp2_sp_pp2_vpp2_ep2", "moe_shared_dp2_ep2", "moe_shared_pp2_vpp2_uneven", "mla_tp2_sp"),
+    "moe_latent_dp2_tp2_sp_ep2_selective",
     *("mla_plain_tp2_sp", "mla_cp2", "window_pp2_vpp2_recompute", "gpt_oss_tp2_sp"),
     *("gpt_oss_tp2_sp_ep2", "dsa_dp2_pp2_vpp2", "dsa_tp2_sp_recompute", "dsa_cp2_recompute"),
     *("mtp", "mtp_cp2", "mtp_moe_dp2_pp2_vpp2_ep2", "pp4_vpp2", "dp2_pp2_vpp2"),
@@ -433,7 +436,9 @@ def _hybrid(variant: str) -> dict[str, Case]:
 
 _OTHER_HYBRIDS = (
     *("mla_as_hybrid", "mla_as_hybrid_tp2_sp_pp2", "mtp_hybrid_single", "mtp_hybrid_cp2_pp2_vpp2"),
-    *("mtp_hybrid_tp2_sp_ep2", "mtp_hybrid_pp2"),
+    *("mtp_hybrid_tp2_sp_ep2", "mtp_hybrid_pp2", "mamba_latent", "mamba_latent_dp2_ep2"),
+    *("mamba_latent_tp2_sp_ep2", "mamba_latent_pp2_vpp2", "mamba_latent_cp2_pp2"),
+    *("mamba_latent_dp2_tp2_sp_ep2_etp2", "mamba_latent_tp2_sp_pp2"),
 )
 HYBRID_CASES = {
     name: case

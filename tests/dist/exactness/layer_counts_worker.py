@@ -76,6 +76,8 @@ GQA = {"num_query_groups": 2, "qk_layernorm": True}
 LAYER_NORM = {"normalization": "LayerNorm"}
 EXPERTS = {"num_experts": 8, "moe_top_k": 2, "moe_ffn_hidden_size": 192}
 SHARED = EXPERTS | {"moe_shared_ffn_hidden_size": 96}
+# Without a gate, whose activations would hide the projections'.
+LATENT = SHARED | {"moe_latent_size": 64, "gated_linear_unit": False}
 MLA = {
     "kv_channels": None,
     "kv_lora_rank": 48,
@@ -130,6 +132,10 @@ CASES: dict[int, dict[str, Case]] = {
         # Without norms: Megatron-Core's main then wants one of the queries, too.
         "mla_direct_queries": Case(model=MLA | {"q_lora_rank": None, "qk_layernorm": False}),
         "deepseek": Case(model=DEEPSEEK),
+        "latent_experts": Case(model=LATENT),
+        "latent_experts_selective": Case(
+            model=LATENT | BF16 | {"recompute": "selective", "recompute_modules": ("moe",)}
+        ),
         "gemma4_wide_bf16": Case(model=GEMMA4 | BF16 | {"global_kv_channels": 264}),
         "gemma4_experts": Case(model=GEMMA4_EXPERTS),
         "full": Case(model=GQA | {"recompute": "full"}),
@@ -140,6 +146,7 @@ CASES: dict[int, dict[str, Case]] = {
         "tp2_sp": Case(model=GQA | BF16, layout=SP),
         "tp2_sp_fused": Case(model=LAYER_NORM | FUSED, layout=SP),
         "tp2_sp_deepseek": Case(model=DEEPSEEK | BF16, layout=SP),
+        "tp2_sp_latent_experts": Case(model=LATENT | BF16, layout=SP),
         "dp2_ep2_experts": Case(model=EXPERTS | BF16, layout=Layout(dp=2, ep=2)),
         "cp2_varlen": Case(model=GQA | BF16 | LAYER_NORM, layout=Layout(cp=2), kernel="varlen"),
         "cp2_mla": Case(model=MLA | BF16 | LAYER_NORM, layout=Layout(cp=2), kernel="varlen"),
@@ -151,6 +158,7 @@ CASES: dict[int, dict[str, Case]] = {
 OPERATIONS = [
     *("dense", "dense_gelu", "gqa", "experts", "full", "selective_mlp", "selective_moe"),
     *("qkv_bias", "mla", "mla_narrow_values", "mla_direct_queries", "deepseek", "gemma4_experts"),
+    "latent_experts",
 ]
 """Cases whose operations are counted."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state
@@ -18,6 +19,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_mtp_block_spec,
 )
+from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -43,6 +45,16 @@ from tests.dist.exactness.two_widths import TwoWidths
 from tests.dist.streams import ModelWithStreams, add_streams, set_streams
 
 
+class PlainProjection(torch.nn.Linear):
+    """A projection to or from the latent width of experts, in torch alone."""
+
+    def __init__(self, in_features: int, out_features: int, *, config: Any, **_: Any) -> None:
+        super().__init__(in_features, out_features, bias=False, dtype=config.params_dtype)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return super().forward(x), None
+
+
 def build(settings: ModelConfig) -> GPTModel:
     """The stock model, with the weights that megapack's model has."""
     config = transformer_config(settings, Layout())
@@ -56,13 +68,15 @@ def build(settings: ModelConfig) -> GPTModel:
     config.gradient_accumulation_fusion = False
     if isinstance(settings, ModelWithStreams):
         set_streams(config)
-    if settings.layer_pattern is None:
-        model = _gpt(settings, config)
-    else:
-        # Not at the top: Megatron-Core before 0.18 has no hybrid models.
-        from tests.dist.exactness.recurrent_reference import build_hybrid
+    # Megatron's layers of experts have projections of Transformer Engine.
+    with mock.patch.multiple(moe_layer, HAVE_TE=True, TELinear=PlainProjection, create=True):
+        if settings.layer_pattern is None:
+            model = _gpt(settings, config)
+        else:
+            # Not at the top: Megatron-Core before 0.18 has no hybrid models.
+            from tests.dist.exactness.recurrent_reference import build_hybrid
 
-        model = build_hybrid(settings, config, TwoWidths)
+            model = build_hybrid(settings, config, TwoWidths)
     if config.dsa_indexer_topk:
         prepare(model)
     draw_weights(model, settings, parallel_state.get_tensor_model_parallel_group())

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.dist, needs_hybrid]
 CASES = (
     *("hybrid_tp2", "hybrid_cp4", "hybrid_pp2_vpp2_ends_alone_recompute"),
     *("gated_delta_dp2_tp2_sp_ep2", "mamba_cp2_pp2_vpp2_recompute"),
-    "mtp_hybrid_cp2_pp2_vpp2",
+    *("mtp_hybrid_cp2_pp2_vpp2", "mamba_latent_tp2_sp_ep2"),
 )
 WEEKLY_CASES = {"hybrid_tp2", "hybrid_cp4", "hybrid_pp2_vpp2_ends_alone_recompute"}
 
@@ -45,7 +45,7 @@ def test_transformer_engines_layers_equal_the_reference(
     reference: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, VERSION)
-    names = ["hybrid_tp2", "mtp_hybrid_pp2"]
+    names = ["hybrid_tp2", "mtp_hybrid_pp2", "mamba_latent_tp2_sp_ep2"]
     results = run_cases(names, reference, tmp_path_factory.mktemp("te"))
     for name in names:
         assert results[name]["gradient_error"] < 1e-5, name

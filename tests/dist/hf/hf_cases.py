@@ -27,14 +27,19 @@ FAMILIES = (
     *("olmo2", "olmo3", "phi3", "gemma2", "gemma3_text"),
     *("gemma4_text", "gemma4_experts", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
 )
-HYBRID_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h")
+HYBRID_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h", "nemotron_super")
 AS_HYBRID = {
     "qwen3_tied_hybrid": "qwen3_tied",
     "qwen2_moe_hybrid": "qwen2_moe",
 }
 """Families of a GPTModel whose folder is loaded into a HybridModel, by a name of their own."""
 MTP_COEF = 0.4
-MTP = {"mimo_mtp": "mimo", "glm4_moe_lite_mtp": "glm4_moe_lite", "qwen3_next_mtp": "qwen3_next"}
+MTP = {
+    "mimo_mtp": "mimo",
+    "glm4_moe_lite_mtp": "glm4_moe_lite",
+    "qwen3_next_mtp": "qwen3_next",
+    "nemotron_super_mtp": "nemotron_super",
+}
 """Families with their depth of multi-token prediction, by a name of their own."""
 ALL_FAMILIES = (*FAMILIES, *HYBRID_FAMILIES, *AS_HYBRID, *MTP)
 INDEXED = ("deepseek_v32", "glm_moe_dsa")
@@ -44,6 +49,7 @@ EXPERTS = (
     *("moonlight", "deepseek_v2", "glm4_moe_lite", "glm4_moe_lite_mtp", "qwen3_next_mtp"),
     *("deepseek_v32", "glm_moe_dsa", "gemma4_experts"),
     *("qwen3_next", "qwen3_5_moe", "nemotron_h", "qwen2_moe_hybrid", "qwen3_vl_moe"),
+    *("nemotron_super", "nemotron_super_mtp"),
 )
 
 LAYOUTS = {

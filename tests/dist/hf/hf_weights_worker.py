@@ -95,6 +95,10 @@ HYBRID_CASES = {
         layout=Layout(dp=2, pp=2),
         split=LayerSplit(pipeline_model_parallel_layout="Et*3|t*5L"),
     ),
+    "super_kept": Case(family="nemotron_super", layout=Layout(dp=2, pp=2, ep=2)),
+    "super_mtp": Case(
+        family="nemotron_super", layout=Layout(**TP_SP, pp=2, ep=2, etp=1), keys=WITH_MTP
+    ),
     "tied_vpp2_hybrid": Case(family="qwen3_tied", layout=Layout(dp=2, pp=2, vpp=2), keys=AS_HYBRID),
 }
 """Cases that need HybridModel."""

@@ -21,13 +21,13 @@ _FAMILIES = {
     "tp2_sp": (
         "mistral llama3_rope qwen3_yarn olmo2 phi3 gemma4_experts qwen2_moe "
         "deepseek_v32 moonlight seed_oss hunyuan_v1_dense deepseek_v2_groups glm4 "
-        "minimax_m2 qwen3_next_mtp qwen3_5 qwen2_moe_hybrid qwen3_vl_moe"
+        "minimax_m2 qwen3_next_mtp qwen3_5 qwen2_moe_hybrid qwen3_vl_moe nemotron_super_mtp"
     ),
     "pp2_vpp2": (
         "mistral_window qwen2 qwen3_tied gemma3_text deepseek_v2 mimo glm4_moe_lite_mtp "
         "qwen3_tied_hybrid qwen3_vl"
     ),
-    "dp2": "qwen3_moe glm4_moe glm4_moe_lite ernie4_5_moe qwen3_5_moe qwen2_5_vl",
+    "dp2": "qwen3_moe glm4_moe glm4_moe_lite ernie4_5_moe qwen3_5_moe qwen2_5_vl nemotron_super",
 }
 LAYOUT_OF = {one: layout for layout, own in _FAMILIES.items() for one in own.split()}
 NAMES = [

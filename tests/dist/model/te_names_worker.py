@@ -21,7 +21,7 @@ from tests.dist import problem
 from tests.dist.groups import end_model_parallel
 from tests.dist.setup import build_chunks
 
-VARIANTS = ("plain", "other", "moe_shared", "mla", "mtp")
+VARIANTS = ("plain", "other", "moe_latent", "mla", "mtp")
 FREEZE = ("*.mlp.*", "*.input_layernorm.*")
 
 

@@ -118,8 +118,8 @@ TP2_SP_PP2 = Layout(tp=2, pp=2, sequence_parallel=True)
 OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 5000}
 CASES = {
     # Without updates of the biases, which would change the experts of the second step.
-    "single_moe_shared": Case(
-        layout=Layout(), variant="moe_shared", model={"moe_bias_update_rate": 0.0}
+    "single_moe_latent": Case(
+        layout=Layout(), variant="moe_latent", model={"moe_bias_update_rate": 0.0}
     ),
     "single_mla_selective": Case(
         layout=Layout(),
@@ -150,7 +150,7 @@ CASES = {
 }
 
 TE_CASES = (
-    *("single_moe_shared", "single_mla_selective", "single_mtp", "single_full", "single_bias"),
+    *("single_moe_latent", "single_mla_selective", "single_mtp", "single_full", "single_bias"),
     *("pp2_vpp2", "dp2_sharded_overlap"),
 )
 """Those that CI also runs with Transformer Engine's own layers."""

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.unit
 QWEN3_NEXT = "qwen3_next_80b_a3b_dp16_pp4_ep16_gpu64"
 QWEN3P5 = "qwen3p5_35b_a3b_dp16_pp2_ep8_gpu32"
 NEMOTRON3 = "nemotron3_nano_30b_a3b_dp8_pp4_ep8_gpu32"
+NEMOTRON3_SUPER = "nemotron3_super_120b_a12b_dp16_pp4_ep16_gpu64"
 
 # Each stage of pp=2 has other layers: attention is on the first one only.
 UNEVEN = ModelSizes(
@@ -63,6 +64,8 @@ def config_of(name: str) -> TrainConfig:
         (QWEN3P5, 34.7, 2.44),
         # 31.6B and 3.2B, or 3.6B with embeddings: its card and technical report.
         (NEMOTRON3, 31.6, 2.88),
+        # 120.6B and 12.7B with embeddings, which are 1.07B: its technical report.
+        (NEMOTRON3_SUPER, 120.67, 11.70),
     ],
 )
 def test_published_parameters(name: str, total: float, active: float) -> None:

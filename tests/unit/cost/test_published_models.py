@@ -12,7 +12,7 @@ from megapack.cost.memory import MemoryModel
 from megapack.job.config.hf_families import FAMILIES
 from megapack.job.config.model import ModelConfig
 from megapack.layout import Layout
-from tests.unit.job.config.hybrid_configs import HYBRID
+from tests.unit.job.config.hybrid_configs import HYBRID, LATENT
 from tests.unit.job.config.published_configs import CONFIGS, FAMILY_MODELS
 
 pytestmark = pytest.mark.unit
@@ -86,6 +86,10 @@ PUBLISHED = {
     "qwen3_5": 26.9,
     "qwen3_5_moe": 34.7,
     "nemotron_h": 31.6,
+    # 120.6 and 550 by their reports. The hub counts 560.5 of Ultra: with a depth of multi-token
+    # prediction.
+    "Nemotron-3-Super-120B-A12B": 120.6,
+    "Nemotron-3-Ultra-550B-A55B": 550.0,
 }
 # Those of GLM-4.5's report have neither embedding nor output matrix, and the layer of multi-token
 # prediction.
@@ -94,7 +98,7 @@ WITH_MTP = {"GLM-4.5-Air": 106.0, "GLM-4.6": 355.0}
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters(name: str, tmp_path: Path) -> None:
-    (total,) = num_parameters(model_of((CONFIGS | HYBRID)[name], tmp_path), Layout())
+    (total,) = num_parameters(model_of((CONFIGS | HYBRID | LATENT)[name], tmp_path), Layout())
     assert total / 1e9 == pytest.approx(PUBLISHED[name], rel=5e-3)
 
 
@@ -110,7 +114,7 @@ def test_parameters_of_layers(name: str, tmp_path: Path) -> None:
 
 
 def test_every_family_has_a_published_count() -> None:
-    names = {*CONFIGS, *HYBRID} - {"qwen3_5_text", "qwen3_5_moe_text"}
+    names = {*CONFIGS, *HYBRID, *LATENT} - {"qwen3_5_text", "qwen3_5_moe_text"}
     assert names == PUBLISHED.keys() | WITH_MTP.keys()
     assert FAMILIES.keys() == FAMILY_MODELS.keys() | HYBRID.keys()
 
@@ -120,6 +124,8 @@ def test_every_family_has_a_published_count() -> None:
     [
         *[(QWEN3_30B_A3B, 3.3), (DEEPSEEK_V3, 37.0), (LLAMA_31_8B, 8.03)],
         *[(CONFIGS["Moonlight-16B-A3B"], 2.9), (CONFIGS["Kimi-K2-bf16"], 32.6)],
+        *[(LATENT["Nemotron-3-Super-120B-A12B"], 12.7)],
+        *[(LATENT["Nemotron-3-Ultra-550B-A55B"], 55.0)],
     ],
 )
 def test_parameters_that_a_token_uses(

@@ -367,6 +367,11 @@ REFUSED_EXPERTS: list[tuple[Layout, dict[str, Any], str]] = [
     (INTERLEAVED, {"moe_expert_capacity_factor": 1.5}, "set it to None"),
     (INTERLEAVED, {"moe_expert_rank_capacity_factor": 1.5}, "set it to None"),
     (INTERLEAVED, {"moe_enable_routing_replay": True}, "one micro-batch at a time"),
+    (
+        INTERLEAVED,
+        {"moe_latent_size": 8, "moe_shared_expert_overlap": True},
+        "moe_shared_expert_overlap=True is not supported: Megatron-Core does not train it",
+    ),
     (Layout(tp=2), {}, r"tp=2 need sequence parallelism"),
 ]
 

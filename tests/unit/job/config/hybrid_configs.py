@@ -188,3 +188,50 @@ HYBRID: dict[str, dict[str, Any]] = {
 }
 """By `model_type`: Qwen3-Next-80B-A3B, Qwen3.5-27B and Qwen3.5-35B-A3B (whole and their text part)
 and Nemotron-3-Nano-30B-A3B."""
+
+_SUPER = {
+    **HYBRID["nemotron_h"],
+    "hidden_size": 4096,
+    "hybrid_override_pattern": (
+        "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"
+    ),
+    "intermediate_size": 2688,
+    "mamba_num_heads": 128,
+    "moe_intermediate_size": 2688,
+    "moe_latent_size": 1024,
+    "moe_shared_expert_intermediate_size": 5376,
+    "moe_shared_expert_overlap": False,
+    "mtp_hybrid_override_pattern": "*E",
+    "n_routed_experts": 512,
+    "num_experts_per_tok": 22,
+    "num_hidden_layers": 88,
+    "num_nextn_predict_layers": 1,
+    "routed_scaling_factor": 5.0,
+}
+_KINDS = {"M": "mamba", "E": "moe", "*": "attention"}
+_ULTRA = {
+    **_SUPER,
+    "hidden_size": 8192,
+    "intermediate_size": 5120,
+    "layers_block_type": [
+        _KINDS[letter]
+        for letter in (
+            "MEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEM*EMEMEM*EMEMEMEM*"
+            "EMEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+        )
+    ],
+    "mamba_num_heads": 256,
+    "moe_intermediate_size": 5120,
+    "moe_latent_size": 2048,
+    "moe_shared_expert_intermediate_size": 10240,
+    "mtp_layers_block_type": ["attention", "moe"],
+    "num_attention_heads": 64,
+    "num_hidden_layers": 108,
+}
+for _key in ("hybrid_override_pattern", "mtp_hybrid_override_pattern"):
+    del _ULTRA[_key]
+LATENT: dict[str, dict[str, Any]] = {
+    "Nemotron-3-Super-120B-A12B": _SUPER,
+    "Nemotron-3-Ultra-550B-A55B": _ULTRA,
+}
+"""Models whose experts work at a latent width, by name."""

@@ -11,7 +11,7 @@ import pytest
 from megapack import ConfigError
 from megapack.job.config.hf_config import read_hf_config
 from megapack.job.config.model import ModelConfig
-from tests.unit.job.config.hybrid_configs import HYBRID
+from tests.unit.job.config.hybrid_configs import HYBRID, LATENT
 
 pytestmark = pytest.mark.unit
 
@@ -58,6 +58,27 @@ def test_a_depth_of_multi_token_prediction_is_attention_and_the_last_mlp(tmp_pat
     path = folder(tmp_path / "nemotron_h", HYBRID["nemotron_h"])
     with pytest.raises(ConfigError, match="has 0 layers of multi-token prediction that megapack"):
         ModelConfig.from_hf(path, mtp_num_layers=1)
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_nemotron_super_and_ultra(name: str, tmp_path: Path) -> None:
+    """Layers as letters or by kind; experts at a quarter of the hidden width; a depth of attention
+    and experts, of which transformers 5 writes the kinds in other words."""
+    keys = LATENT[name]
+    model = ModelConfig.from_hf(folder(tmp_path, keys), mtp_num_layers=1)
+    assert model.moe_latent_size == model.hidden_size / 4 == model.routed_width
+    counts = {letter: (model.layer_pattern or "").count(letter) for letter in "ME*"}
+    ultra = {"M": 48, "E": 48, "*": 12}
+    assert counts == ({"M": 40, "E": 40, "*": 8} if "Super" in name else ultra)
+    assert model.mtp_pattern == "*E"
+    keys = {**keys, "mtp_layers_block_type": ["full_attention", "moe"]}
+    assert ModelConfig.from_hf(folder(tmp_path, keys), mtp_num_layers=1) == model
+    with pytest.raises(ConfigError, match=r"mtp_layers_block_type=.*moe.* trains"):
+        read_hf_config(folder(tmp_path, {**keys, "mtp_layers_block_type": ["mamba", "moe"]}))
+    # Without experts their width has no effect.
+    dense = {**keys, "layers_block_type": ["mamba", "mlp"], "num_hidden_layers": 2}
+    dense.pop("hybrid_override_pattern", None)
+    assert ModelConfig.from_hf(folder(tmp_path, dense)).moe_latent_size is None
 
 
 @pytest.mark.parametrize(
@@ -130,6 +151,8 @@ def test_rotary_keys_of_transformers_4_and_5(name: str, tmp_path: Path) -> None:
         ("nemotron_h", {"time_step_limit": [0.0, 0.1]}, "kernels have no such limit"),
         ("nemotron_h", {"layer_norm_epsilon": 1e-6}, "inside a Mamba layer has 1e-05 only"),
         ("nemotron_h", {"conv_kernel": 3}, "conv_kernel=3"),
+        ("nemotron_h", {"moe_latent_size": 0}, "moe_latent_size=0; expected a whole number"),
+        ("nemotron_h", {"mtp_hybrid_override_pattern": "*-"}, 'pattern="*-"; megapack trains'),
         ("nemotron_h", {"attention_head_dim": 64}, "attention_head_dim=64"),
     ],
 )

@@ -57,6 +57,12 @@ TP2 = Layout(tp=2, sequence_parallel=True)
             {**EXPERTS, "moe_norm_top_k": False, "moe_score_function": "sigmoid"},
             "moe_norm_top_k=false needs model.moe_score_function=softmax",
         ),
+        ({"moe_latent_size": 8}, "moe_latent_size=8 needs model.num_experts; set it"),
+        ({**EXPERTS, "moe_latent_size": 0}, "moe_latent_size=0; set an integer of at least 1"),
+        (
+            {**EXPERTS, "moe_latent_size": 8, "linear_bias": True},
+            "linear_bias=true does not run with moe_latent_size=8",
+        ),
         ({**EXPERTS, "moe_num_groups": 3, "moe_group_top_k": 2}, "set a divisor of 16"),
         ({**EXPERTS, "moe_num_groups": 4, "moe_group_top_k": 3}, "not a multiple of"),
         ({**EXPERTS, "moe_num_groups": 8, "moe_group_top_k": 1}, "of at most 2"),
@@ -119,3 +125,12 @@ def test_fp8_needs_whole_blocks_of_query_key_and_value_channels() -> None:
     for recipe in recipes:
         with pytest.raises(ConfigError, match=r"2 \* num_query_groups\) \* head width=48"):
             check_sizes(dataclasses.replace(half, fp8=recipe), Layout(fp8=recipe))
+
+
+def test_fp8_needs_whole_blocks_of_the_latent_width_of_experts() -> None:
+    sizes = {**EXPERTS, "hidden_size": 128, "num_attention_heads": 8, "moe_latent_size": 24}
+    model = ModelConfig(**sizes, moe_ffn_hidden_size=128, dtype="bf16")
+    check_sizes(model, Layout())
+    with pytest.raises(ConfigError, match=r"model.moe_latent_size=24 .* is no multiple of 16"):
+        check_sizes(dataclasses.replace(model, fp8="delayed"), Layout(fp8=True))
+    check_sizes(dataclasses.replace(model, fp8="delayed", moe_latent_size=32), Layout(fp8=True))
