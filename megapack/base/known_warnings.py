@@ -6,10 +6,12 @@ import functools
 import logging
 import warnings
 
+END_OF_GPT_MODEL = "GPTModel IS DEPRECATED"
+"""Start of the warning of Megatron-Core releases after which GPTModel will be removed."""
 # Module of Megatron-Core -> start of a warning that it logs since 0.19, for every model. GPTModel
 # gets no new features; and DDP computes a layout that Megatron-LM's training loop passes in.
 _LOGGED = {
-    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+    "megatron.core.models.gpt.gpt_model": END_OF_GPT_MODEL,
     "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param",
 }
 

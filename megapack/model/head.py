@@ -81,12 +81,21 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
+def layer_letters(model: Any) -> str | None:
+    """The pattern of a HybridModel whose layers are attention or an MLP alone: the letters of all
+    its layers, and after each `/` those of a depth of multi-token prediction. None for others."""
+    pattern: str | None = getattr(unwrapped(model), "hybrid_layer_pattern", None)
+    return None if pattern is None else pattern.replace("|", "")
+
+
 def find_output_layer(model: Any) -> Any:
     """The vocabulary projection of a pipeline's last chunk."""
     gpt = unwrapped(model)
     layer = getattr(gpt, "output_layer", None)
     if layer is None:
-        raise ConfigError(f"{type(gpt).__name__} has no output_layer; use a GPTModel")
+        raise ConfigError(
+            f"{type(gpt).__name__} has no output_layer; use Megatron's GPTModel or HybridModel"
+        )
     if getattr(layer, "bias", None) is not None:
         raise ConfigError(
             "the output layer has a bias, which chunked log-probs do not add; build it without one"

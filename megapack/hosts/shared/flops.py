@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from megapack.cost.options import NEEDED
 from megapack.cost.sizes import ModelSizes
+from megapack.errors import ConfigError
 
+_RECURRENT = (
+    *(*NEEDED["G"], *NEEDED["M"], "linear_conv_kernel_dim"),
+    *("mamba_head_dim", "mamba_state_dim", "mamba_num_groups"),
+)
 _NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
 
 
@@ -16,8 +22,8 @@ def model_flops(args: Any) -> tuple[float, float] | None:
     Args:
         args: Megatron's argument namespace. Reads `num_layers`, `hidden_size`, `ffn_hidden_size`,
             `num_attention_heads` and `vocab_size`; if present, also `num_query_groups`,
-            `kv_channels`, `swiglu`, `num_experts` with `moe_*`, and the head widths of multi-latent
-            attention.
+            `kv_channels`, `swiglu`, `num_experts` with `moe_*`, the head widths of multi-latent
+            attention, and a HybridModel's pattern with the sizes of its recurrent layers.
     """
     if any(getattr(args, name, None) is None for name in _NEEDED):
         return None
@@ -31,19 +37,38 @@ def model_flops(args: Any) -> tuple[float, float] | None:
         kv_channels=_head_width(args),
         gated_linear_unit=getattr(args, "swiglu", True),
     )
-    num_moe = _num_moe_layers(args)
-    per_token = dense.head_flops_per_token()
-    per_token += (args.num_layers - num_moe) * dense.last_kind.layer_flops_per_token()
-    if num_moe:
-        experts = replace(
+    sizes = dense
+    if getattr(args, "num_experts", None) is not None:
+        sizes = replace(
             dense,
             moe_ffn_hidden_size=getattr(args, "moe_ffn_hidden_size", None),
             num_experts=args.num_experts,
             moe_top_k=getattr(args, "moe_router_topk", 1),
             moe_shared_ffn_hidden_size=getattr(args, "moe_shared_expert_intermediate_size", None),
         )
-        per_token += num_moe * experts.last_kind.layer_flops_per_token()
-    return per_token, args.num_layers * dense.last_kind.layer_flops_per_token_sq()
+    num_moe = _num_moe_layers(args)
+    kinds = [(dense.last_kind, args.num_layers - num_moe), (sizes.last_kind, num_moe)]
+    if letters := _letters(args):
+        given = {name: getattr(args, name, None) for name in _RECURRENT}
+        if "M" in letters and given["mamba_num_heads"] is None:
+            # As Megatron has them.
+            given["mamba_num_heads"] = 2 * args.hidden_size // (given["mamba_head_dim"] or 64)
+        known = {name: value for name, value in given.items() if value is not None}
+        try:
+            own = replace(sizes, num_layers=len(letters), hybrid_layer_pattern=letters, **known)
+        except ConfigError:
+            # A letter or a size that is not known.
+            return None
+        kinds = list(own.layer_kinds())
+    per_token = sum(count * kind.layer_flops_per_token() for kind, count in kinds)
+    per_token_sq = sum(count * kind.layer_flops_per_token_sq() for kind, count in kinds)
+    return dense.head_flops_per_token() + per_token, per_token_sq
+
+
+def _letters(args: Any) -> str:
+    """The layers of a HybridModel, each attention, a recurrent layer or an MLP; "" = of a GPT."""
+    pattern: str = getattr(args, "hybrid_layer_pattern", None) or ""
+    return pattern.partition("/")[0].replace("|", "").translate(str.maketrans("+D", "**"))
 
 
 def _head_width(args: Any) -> int | None:

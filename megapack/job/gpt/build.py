@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -19,13 +21,13 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import is_te_min_version
 
 from megapack import cpu
 from megapack.base.choices import Kernel
+from megapack.base.known_warnings import END_OF_GPT_MODEL
 from megapack.cost.sizes import FLASH_WIDTH, VOCAB_MULTIPLE
 from megapack.cost.stages import StageLayers, stage_layers_of
 from megapack.errors import ConfigError
@@ -125,7 +127,7 @@ def transformer_config(
             sizes do not divide. This needs no process groups.
     """
     check_sizes(model, layout)
-    _check_class(model)
+    builds_hybrid(model)
     split = stage_layers_of(model.num_stage_layers, layout, stage_layers)
     kernel = choose_attention(model.attention, model.dtype, attention_sizes(model, layout))
     dtype = torch.bfloat16 if model.dtype == "bf16" else torch.float32
@@ -353,7 +355,7 @@ def build_model(
     distributed_optimizer: bool,
     stage_layers: StageLayers | None = None,
     value_head: bool = False,
-    model_class: type[GPTModel] = GPTModel,
+    model_class: type[torch.nn.Module] | None = None,
     reduction: Settings | None = None,
     draws_weights: bool = True,
     splits_backward: bool = False,
@@ -375,7 +377,8 @@ def build_model(
         distributed_optimizer: shard gradients and optimizer state over data-parallel ranks.
         stage_layers: layers of each pipeline chunk; None: equally many.
         value_head: one fp32 value per token instead of logits; needs untied embeddings.
-        model_class: GPTModel or a subclass, such as one whose forward has more inputs.
+        model_class: a subclass of GPTModel, such as one whose forward has more inputs; None: what
+            `model.megatron_class` says.
         reduction: settings of DDP; None: the defaults, without overlap of parameter gathers.
         draws_weights: False leaves matrices as they were allocated, for weights that you load next.
             Drawing 4 billion numbers takes minutes.
@@ -385,9 +388,10 @@ def build_model(
             adapters. DDP must know by then what is frozen.
 
     Raises:
-        ConfigError: options that Megatron or packed rows do not allow, or a value head with tied
-            embeddings.
+        ConfigError: options that Megatron or packed rows do not allow, a value head with tied
+            embeddings, or a HybridModel with a model_class.
     """
+    is_hybrid = builds_hybrid(model, has_own_class=model_class is not None)
     config = transformer_config(model, layout, stage_layers)
     # Set later: Megatron refuses it in the constructor without its own schedule that uses it.
     config.delay_wgrad_compute = splits_backward
@@ -395,7 +399,7 @@ def build_model(
         _draw_nothing(config)
     padded_vocab = round_up(vocab_size, VOCAB_MULTIPLE)
     chunks = [
-        _chunk(model_class, model, layout, config, v, padded_vocab, stage_layers)
+        _chunk(model, layout, config, v, padded_vocab, stage_layers, is_hybrid, model_class)
         for v in range(layout.vpp)
     ]
     for chunk in chunks:
@@ -452,14 +456,37 @@ def build_model(
     return wrapped
 
 
-def _check_class(model: ModelConfig) -> None:
-    if model.layer_pattern is None:
-        return
+def builds_hybrid(model: ModelConfig, *, has_own_class: bool = False) -> bool:
+    """Whether a model becomes a HybridModel, the same on all ranks.
+
+    Args:
+        has_own_class: whether the caller gives a subclass of GPTModel.
+
+    Raises:
+        ConfigError: it must be one, and the installed Megatron-Core has none.
+    """
+    has_pattern = model.layer_pattern is not None
+    if not has_pattern and model.megatron_class != "hybrid":
+        return model.megatron_class != "gpt" and not has_own_class and _ends_gpt_model()
+    key = "hybrid_layer_pattern" if has_pattern else "megatron_class=hybrid"
+    if has_own_class:
+        raise ConfigError(f"model.{key} with a model_class, a subclass of GPTModel; leave out one")
     if importlib.util.find_spec("megatron.core.models.hybrid") is None:
         raise ConfigError(
-            "model.hybrid_layer_pattern needs Megatron-Core 0.18 or later; "
+            f"model.{key} needs Megatron-Core 0.18 or later; "
             f"{megatron.core.__version__} has no HybridModel"
         )
+    return True
+
+
+@functools.cache
+def _ends_gpt_model() -> bool:
+    """Whether the installed Megatron-Core announces the end of GPTModel, or has none."""
+    try:
+        from megatron.core.models.gpt import gpt_model
+    except ImportError:
+        return True
+    return END_OF_GPT_MODEL in inspect.getsource(gpt_model)
 
 
 def _set_latent_epsilon(chunk: Any, epsilon: float) -> None:
@@ -488,13 +515,14 @@ def _as_allocated(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _chunk(
-    model_class: type[GPTModel],
     model: ModelConfig,
     layout: Layout,
     config: TransformerConfig,
     vp: int,
     vocab_size: int,
-    stage_layers: StageLayers | None = None,
+    stage_layers: StageLayers | None,
+    is_hybrid: bool,
+    model_class: Any = None,
 ) -> Any:
     vp_stage = vp if layout.vpp > 1 else None
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
@@ -511,20 +539,22 @@ def _chunk(
         "rotary_percent": model.rotary_percent,
         "vp_stage": vp_stage,
     }
-    if model.layer_pattern is not None:
-        # Not at the top: Megatron-Core before 0.18 has no such model.
+    # Not at the top: a Megatron-Core has only one of these before 0.18, and may have after 0.20.
+    if is_hybrid:
         from megapack.job.gpt.hybrid import hybrid_chunk
+    elif model_class is None:
+        from megatron.core.models.gpt import GPTModel
+
+        model_class = GPTModel
     with _plain_output_layer():
-        if model.layer_pattern is None:
+        if is_hybrid:
+            split = stage_layers_of(model.num_stage_layers, layout, stage_layers)
+            chunk = hybrid_chunk(kernel, model, split, arguments)
+        else:
             chunk = model_class(
                 transformer_layer_spec=block_spec(kernel, config, vp_stage, model),
                 mtp_block_spec=mtp_spec(kernel, config, vp_stage, model),
                 **arguments,
-            )
-        else:
-            split = stage_layers_of(model.num_stage_layers, layout, stage_layers)
-            chunk = hybrid_chunk(
-                kernel, model.layer_pattern, split, arguments, mtp_pattern=model.mtp_pattern
             )
     set_rope(chunk, model)
     if model.scale_embeddings:
@@ -534,7 +564,7 @@ def _chunk(
     return chunk
 
 
-def _scale_embeddings(chunk: GPTModel, hidden_size: int, dtype: torch.dtype) -> None:
+def _scale_embeddings(chunk: Any, hidden_size: int, dtype: torch.dtype) -> None:
     embedding = getattr(chunk, "embedding", None)
     if embedding is None:
         return
@@ -544,7 +574,7 @@ def _scale_embeddings(chunk: GPTModel, hidden_size: int, dtype: torch.dtype) -> 
 
 @contextlib.contextmanager
 def _plain_output_layer() -> Iterator[None]:
-    """Within the block GPTModel builds its output layer without gradient accumulation fusion.
+    """Within the block models build their output layer without gradient accumulation fusion.
 
     That layer is Megatron's own and refuses the fusion without apex, also if all other layers are
     Transformer Engine's. Its forward never runs: log-probs read its weight (see `head`).
@@ -560,7 +590,7 @@ def _plain_output_layer() -> Iterator[None]:
         yield
 
 
-def _drop_unused_weight(chunk: GPTModel) -> None:
+def _drop_unused_weight(chunk: Any) -> None:
     """Remove the unused output weight of a last stage with MTP layers and tied weights.
 
     That stage projects with its own embedding, but Megatron still allocates an output weight. It is

@@ -11,7 +11,7 @@ from torch import Tensor
 from megapack.errors import ConfigError
 from megapack.model.attention.rotary import gathers
 from megapack.model.attention.row import row_view
-from megapack.model.head import unwrapped
+from megapack.model.head import layer_letters, unwrapped
 from megapack.model.mtp import num_depths
 
 # Attribute of a chunk: the number of levels that its hooks read.
@@ -42,6 +42,11 @@ def read_images(chunks: Sequence[Any], num_levels: int) -> None:
             raise ConfigError(
                 "images with rotary_interleaved, which turns other pairs of channels than models "
                 "with images do; set rotary_interleaved=False"
+            )
+        if num_levels > 1 and layer_letters(chunk) is not None:
+            raise ConfigError(
+                f"{num_levels - 1} levels of DeepStack in a HybridModel whose layers are attention "
+                "or an MLP alone; build it of whole blocks, with megapack.gpt.build_model"
             )
         if num_depths(chunk.config):
             raise ConfigError(
@@ -75,7 +80,7 @@ def _replace_embeddings(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     images = _images(kwargs)
     if images is None:
         return None
-    # GPTModel gives the hidden states by name.
+    # Megatron's models give the hidden states by name.
     return args, {**kwargs, "hidden_states": images.features.put(0, kwargs["hidden_states"])}
 
 

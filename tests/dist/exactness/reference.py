@@ -59,7 +59,8 @@ def build(settings: ModelConfig) -> GPTModel:
         # Not at the top: Megatron-Core before 0.18 has no hybrid models.
         from tests.dist.exactness.recurrent_reference import build_hybrid
 
-        model = build_hybrid(settings, config, TwoWidths)
+        attention = MaskedAttention if config.dsa_indexer_topk else TwoWidths
+        model = build_hybrid(settings, config, attention)
     if config.dsa_indexer_topk:
         prepare(model)
     draw_weights(model, settings, parallel_state.get_tensor_model_parallel_group())
