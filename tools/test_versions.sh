@@ -123,9 +123,10 @@ run() {
     fi
     # The plans are small: without compiling the planner for one more Python this is minutes shorter.
     local -x NUMBA_DISABLE_JIT=${NUMBA_DISABLE_JIT-1}
-    # Hybrid models need Megatron-Core 0.18, so that tools/test.sh skips them.
+    # HybridModel needs Megatron-Core 0.18, so that tools/test.sh skips it.
     on "$what" "$version" tests/unit/model/test_stock_mixers.py \
-        tests/dist/{exactness/test_hybrid_exactness,rows/test_hybrid_rows}.py "$@" || status=$?
+        tests/dist/{exactness/test_hybrid_exactness,rows/test_hybrid_rows,model/test_two_classes}.py \
+        "$@" || status=$?
     # Without a Python the second part would only say so again.
     ((status == 3)) ||
         # Hybrid models above have the other kinds of parallelism.

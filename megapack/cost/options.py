@@ -65,8 +65,8 @@ class ModelOptions:
     """Transformer layers; a multiple of pp * vpp, or split by `layout`. Each letter of a pattern is
     one."""
     megatron_class: Literal["auto", "gpt", "hybrid"] | None = "auto"
-    """GPTModel or HybridModel (Megatron-Core `0.18` or later); auto or null = hybrid with a pattern
-    or where GPTModel is deprecated (`0.19`)."""
+    """GPTModel or HybridModel (Megatron-Core `0.18`); auto or null = hybrid with a pattern, or since
+    `0.19`."""
     hybrid_layer_pattern: str | None = None
     """A letter per layer: G gated delta net, M Mamba-2, * attention, - MLP, E experts; after a `/`
     the MTP layers, as in `GE*E/*E`."""
