@@ -65,8 +65,8 @@ class ModelOptions:
     """Transformer layers; a multiple of pp * vpp, or split by `layout`. Each letter of a pattern is
     one."""
     megatron_class: Literal["auto", "gpt", "hybrid"] | None = "auto"
-    """GPTModel or HybridModel (Megatron-Core `0.18`); auto or null = hybrid with a pattern, or since
-    `0.19`."""
+    """GPTModel or HybridModel (Megatron-Core `0.18`); auto or null = hybrid with a pattern and
+    since `0.19`."""
     hybrid_layer_pattern: str | None = None
     """A letter per layer: G gated delta net, M Mamba-2, * attention, - MLP, E experts; after a `/`
     the MTP layers, as in `GE*E/*E`."""
@@ -321,10 +321,11 @@ class ModelOptions:
                         f"{section}hybrid_layer_pattern has layers {letter}, so {section}{name} "
                         "must be set"
                     )
-        if self.num_stage_layers != self.num_layers:
+        letters = len(pattern.partition("/")[0])
+        if letters != self.num_layers:
             raise ConfigError(
-                f"{section}hybrid_layer_pattern has {self.num_stage_layers} letters and "
-                f"{section}num_layers is {self.num_layers}; set num_layers={self.num_stage_layers}"
+                f"{section}hybrid_layer_pattern has {letters} letters and "
+                f"{section}num_layers is {self.num_layers}; set num_layers={letters}"
             )
         if self.moe_first_dense_layers:
             raise ConfigError(
@@ -390,20 +391,10 @@ class ModelOptions:
         return pattern.rpartition("/")[2].translate(_AS_ATTENTION) if self.mtp_num_layers else ""
 
     @property
-    def num_stage_layers(self) -> int:
-        """Layers that are split over pipeline stages."""
-        return len(self.layer_pattern or "") or self.num_layers
-
-    @property
-    def num_blocks(self) -> float:
-        """Layers of attention and an MLP; one of a hybrid model, which is either, is half of it."""
-        return len(self.layer_pattern or "") / 2 or self.num_layers
-
-    @property
-    def dense_layers(self) -> tuple[bool, ...]:
-        """Of each layer, whether its MLP is dense; without a pattern."""
+    def mlp_letters(self) -> str:
+        """A letter for each layer: a pattern's own, or the one of a block's MLP, - or E."""
         num_dense = self.moe_first_dense_layers if self.num_experts else self.num_layers
-        return tuple(layer < num_dense for layer in range(self.num_layers))
+        return self.layer_pattern or ("-" * num_dense).ljust(self.num_layers, "E")
 
     @property
     def has_expert_bias(self) -> bool:

@@ -81,11 +81,14 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
-def layer_letters(model: Any) -> str | None:
-    """The pattern of a HybridModel whose layers are attention or an MLP alone: the letters of all
-    its layers, and after each `/` those of a depth of multi-token prediction. None for others."""
+def layer_letters(model: Any) -> tuple[str, str] | None:
+    """The letters of a HybridModel whose layers are attention or an MLP alone: of all its layers,
+    and of a depth of multi-token prediction. None for others."""
     pattern: str | None = getattr(unwrapped(model), "hybrid_layer_pattern", None)
-    return None if pattern is None else pattern.replace("|", "")
+    if pattern is None:
+        return None
+    layers, _, depths = pattern.replace("|", "").partition("/")
+    return layers, depths.rpartition("/")[2]
 
 
 def find_output_layer(model: Any) -> Any:

@@ -56,7 +56,7 @@ _FIXED = (
 _FREE = (
     *("model.recompute", "model.attention", "model.bias_activation_fusion"),
     *("model.gradient_accumulation_fusion", "model.moe_grouped_gemm", "model.moe_permute_fusion"),
-    # The folder may have moved; its sizes are keys of their own. Both classes have the same tensors.
+    # The folder may have moved; its sizes are keys of their own. Classes have the same tensors.
     *("model.hf_path", "model.megatron_class"),
 )
 

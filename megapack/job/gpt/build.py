@@ -56,10 +56,9 @@ def _same(*names: str) -> dict[str, str]:
 
 # Fields of Megatron's TransformerConfig -> the option, or property, of a model that gives each.
 _FIELDS: Mapping[str, str] = {
-    **_same("hidden_size", "num_attention_heads", "normalization", "qk_layernorm"),
+    **_same("num_layers", "hidden_size", "num_attention_heads", "normalization", "qk_layernorm"),
     **_same("rotary_interleaved", "gated_linear_unit", "glu_linear_offset"),
     **_same("layernorm_zero_centered_gamma"),
-    "num_layers": "num_stage_layers",
     "num_query_groups": "query_groups",
     "kv_channels": "head_width",
     "ffn_hidden_size": "dense_width",
@@ -127,8 +126,8 @@ def transformer_config(
             sizes do not divide. This needs no process groups.
     """
     check_sizes(model, layout)
-    builds_hybrid(model)
-    split = stage_layers_of(model.num_stage_layers, layout, stage_layers)
+    gpt_class(model)
+    split = stage_layers_of(model.num_layers, layout, stage_layers)
     kernel = choose_attention(model.attention, model.dtype, attention_sizes(model, layout))
     dtype = torch.bfloat16 if model.dtype == "bf16" else torch.float32
     pipelined, interleaved = layout.pp > 1, layout.vpp > 1
@@ -249,22 +248,13 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
         # softmax over a single chosen expert would always be 1.
         "moe_router_pre_softmax": model.moe_score_function == "softmax"
         and (model.moe_top_k == 1 or not model.moe_norm_top_k),
-        "moe_layer_freq": _expert_layers(model),
+        "moe_layer_freq": [int(letter == "E") for letter in model.mlp_letters],
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "seq_aux_loss",
         "moe_z_loss_coeff": model.moe_z_loss_coef or None,
         # The default, allgather, needs rows of equal length on all ranks.
         "moe_token_dispatcher_type": "alltoall",
     }
-
-
-def _expert_layers(model: ModelConfig) -> list[int] | int:
-    """Of each layer, 1 if it has experts and 0 if not; 1 for all."""
-    if model.layer_pattern is not None:
-        return [int(letter == "E") for letter in model.layer_pattern]
-    if model.moe_first_dense_layers:
-        return [int(not dense) for dense in model.dense_layers]
-    return 1
 
 
 def _activation(model: ModelConfig) -> Any:
@@ -391,7 +381,7 @@ def build_model(
         ConfigError: options that Megatron or packed rows do not allow, a value head with tied
             embeddings, or a HybridModel with a model_class.
     """
-    is_hybrid = builds_hybrid(model, has_own_class=model_class is not None)
+    own_class = gpt_class(model, model_class)
     config = transformer_config(model, layout, stage_layers)
     # Set later: Megatron refuses it in the constructor without its own schedule that uses it.
     config.delay_wgrad_compute = splits_backward
@@ -399,7 +389,7 @@ def build_model(
         _draw_nothing(config)
     padded_vocab = round_up(vocab_size, VOCAB_MULTIPLE)
     chunks = [
-        _chunk(model, layout, config, v, padded_vocab, stage_layers, is_hybrid, model_class)
+        _chunk(own_class, model, layout, config, v, padded_vocab, stage_layers)
         for v in range(layout.vpp)
     ]
     for chunk in chunks:
@@ -422,7 +412,8 @@ def build_model(
             chunks,
             seed=seed,
             std=model.init_std,
-            num_layers=model.num_blocks,
+            # Letters of a pattern are half blocks.
+            num_layers=model.num_layers / (1 if model.layer_pattern is None else 2),
             zero_centered_norms=model.layernorm_zero_centered_gamma,
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             expert_tp_group=parallel_state.get_expert_tensor_parallel_group(),
@@ -456,27 +447,28 @@ def build_model(
     return wrapped
 
 
-def builds_hybrid(model: ModelConfig, *, has_own_class: bool = False) -> bool:
-    """Whether a model becomes a HybridModel, the same on all ranks.
+def gpt_class(model: ModelConfig, given: Any = None) -> Any:
+    """GPTModel or a subclass, or None for a HybridModel; the same on all ranks.
 
     Args:
-        has_own_class: whether the caller gives a subclass of GPTModel.
+        given: the subclass that the caller wants.
 
     Raises:
-        ConfigError: it must be one, and the installed Megatron-Core has none.
+        ConfigError: the model must be a HybridModel, and cannot.
     """
-    has_pattern = model.layer_pattern is not None
-    if not has_pattern and model.megatron_class != "hybrid":
-        return model.megatron_class != "gpt" and not has_own_class and _ends_gpt_model()
-    key = "hybrid_layer_pattern" if has_pattern else "megatron_class=hybrid"
-    if has_own_class:
-        raise ConfigError(f"model.{key} with a model_class, a subclass of GPTModel; leave out one")
-    if importlib.util.find_spec("megatron.core.models.hybrid") is None:
-        raise ConfigError(
-            f"model.{key} needs Megatron-Core 0.18 or later; "
-            f"{megatron.core.__version__} has no HybridModel"
-        )
-    return True
+    if model.layer_pattern is not None or model.megatron_class == "hybrid":
+        needs = "model.hybrid_layer_pattern and megatron_class=hybrid need"
+        if importlib.util.find_spec("megatron.core.models.hybrid") is None:
+            version = megatron.core.__version__
+            raise ConfigError(f"{needs} Megatron-Core 0.18 or later; {version} has no HybridModel")
+        if given is not None:
+            raise ConfigError(f"{needs} a HybridModel, and model_class is {given.__name__}")
+        return None
+    if given is not None or (model.megatron_class != "gpt" and _ends_gpt_model()):
+        return given
+    from megatron.core.models.gpt import GPTModel
+
+    return GPTModel
 
 
 @functools.cache
@@ -515,14 +507,13 @@ def _as_allocated(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _chunk(
+    own_class: Any,
     model: ModelConfig,
     layout: Layout,
     config: TransformerConfig,
     vp: int,
     vocab_size: int,
-    stage_layers: StageLayers | None,
-    is_hybrid: bool,
-    model_class: Any = None,
+    stage_layers: StageLayers | None = None,
 ) -> Any:
     vp_stage = vp if layout.vpp > 1 else None
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
@@ -539,19 +530,15 @@ def _chunk(
         "rotary_percent": model.rotary_percent,
         "vp_stage": vp_stage,
     }
-    # Not at the top: a Megatron-Core has only one of these before 0.18, and may have after 0.20.
-    if is_hybrid:
+    if own_class is None:
+        # Not at the top: Megatron-Core before 0.18 has no such model.
         from megapack.job.gpt.hybrid import hybrid_chunk
-    elif model_class is None:
-        from megatron.core.models.gpt import GPTModel
-
-        model_class = GPTModel
     with _plain_output_layer():
-        if is_hybrid:
-            split = stage_layers_of(model.num_stage_layers, layout, stage_layers)
+        if own_class is None:
+            split = stage_layers_of(model.num_layers, layout, stage_layers)
             chunk = hybrid_chunk(kernel, model, split, arguments)
         else:
-            chunk = model_class(
+            chunk = own_class(
                 transformer_layer_spec=block_spec(kernel, config, vp_stage, model),
                 mtp_block_spec=mtp_spec(kernel, config, vp_stage, model),
                 **arguments,

@@ -7,7 +7,6 @@ layers are those of a GPTModel, and so are checkpoints. HybridModel is in Megatr
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,12 +24,7 @@ from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.multi_token_prediction import (
-    MultiTokenPredictionBlock,
-    MultiTokenPredictionBlockSubmodules,
-    MultiTokenPredictionLayer,
-    MultiTokenPredictionLayerSubmodules,
-)
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import (
     MoETransformerLayer,
@@ -79,18 +73,18 @@ def hybrid_chunk(
         for first, count in zip(split.offsets, split.num_layers, strict=True)
     )
     depths = [model.mtp_pattern or "*"] * model.mtp_num_layers
-    # No spec has the class of a stack's last norm.
-    own: dict[Any, Any] = {hybrid_block: {"TENorm": final_norm(kernel, config)}}
     if letters is None:
         blocks = ModuleSpec(_Block, params={"specs": layer_specs(kernel, config, model)})
-        mtp = mtp_spec(kernel, config, arguments["vp_stage"], model)
-        submodules = HybridStackSubmodules(attention_layer=blocks, mtp_block_spec=mtp)
-        own[hybrid_model] = {"MultiTokenPredictionBlock": _depths_of_blocks}
+        submodules = HybridStackSubmodules(attention_layer=blocks)
     else:
         submodules = _letters(kernel, config, model)
-    with contextlib.ExitStack() as stack:
-        for module, names in own.items():
-            stack.enter_context(replaced(module, **names))
+    submodules.mtp_block_spec = mtp_spec(kernel, config, arguments["vp_stage"], model)
+    ahead = _depths_of_blocks if letters is None else MultiTokenPredictionBlock
+    # No spec has the class of a stack's last norm.
+    with (
+        replaced(hybrid_block, TENorm=final_norm(kernel, config)),
+        replaced(hybrid_model, MultiTokenPredictionBlock=ahead),
+    ):
         chunk = HybridModel(
             hybrid_stack_spec=ModuleSpec(_Stack, submodules=submodules),
             hybrid_layer_pattern="/".join(["|".join(segments), *depths]),
@@ -100,6 +94,9 @@ def hybrid_chunk(
     if letters is None:
         # Its letters would say that blocks are attention alone (see `head.layer_letters`).
         chunk.hybrid_layer_pattern = chunk.mtp_pattern = None
+    if hasattr(chunk, "rotary_pos_emb"):
+        # HybridModel does not tell it, and layers turn pairs by the config.
+        chunk.rotary_pos_emb.rotary_interleaved = config.rotary_interleaved
     return chunk
 
 
@@ -118,8 +115,8 @@ def _letters(
     dense = layer_spec(kernel, config, False, model).submodules
     # Transformer Engine's projections begin with the norm.
     norm = IdentityOp if kernel == "te" else packed_norm(config)
-    into, out_of, column = _linears(kernel)
-    last_norm = final_norm(kernel, config)
+    into, out_of = _linears(kernel)
+    plain = _plain(final_norm(kernel, config))
     attention = TransformerLayerSubmodules(
         input_layernorm=dense.input_layernorm,
         self_attention=dense.self_attention,
@@ -129,9 +126,7 @@ def _letters(
         input_layernorm=norm,
         self_attention=ModuleSpec(
             PackedGatedDeltaNet,
-            submodules=GatedDeltaNetSubmodules(
-                in_proj=into, out_norm=_plain(last_norm), out_proj=out_of
-            ),
+            submodules=GatedDeltaNetSubmodules(in_proj=into, out_norm=plain, out_proj=out_of),
         ),
         self_attn_bda=get_bias_dropout_add,
     )
@@ -148,7 +143,6 @@ def _letters(
         attention_layer=ModuleSpec(TransformerLayer, submodules=attention),
         mlp_layer=ModuleSpec(MLPLayer, submodules=_mlp(dense)),
         moe_layer=_experts(kernel, config, model),
-        mtp_block_spec=_mtp(last_norm, column),
     )
 
 
@@ -165,26 +159,13 @@ def _experts(kernel: Kernel, config: TransformerConfig, model: ModelOptions) -> 
     return ModuleSpec(MoETransformerLayer, submodules=_mlp(layer))
 
 
-def _mtp(norm: Any, projection: Any) -> ModuleSpec:
-    """What multi-token prediction has besides layers of the stack's kinds."""
-    layer = MultiTokenPredictionLayerSubmodules(
-        enorm=norm, hnorm=norm, eh_proj=projection, mtp_model_layer=None, layer_norm=norm
-    )
-    return ModuleSpec(
-        MultiTokenPredictionBlock,
-        submodules=MultiTokenPredictionBlockSubmodules(
-            layer_specs=[ModuleSpec(MultiTokenPredictionLayer, submodules=layer)]
-        ),
-    )
-
-
-def _linears(kernel: Kernel) -> tuple[Any, Any, Any]:
-    """The classes of a recurrent layer's projections, and of one without a norm before it."""
+def _linears(kernel: Kernel) -> tuple[Any, Any]:
+    """The classes of a recurrent layer's projections."""
     if kernel != "te":
-        return ColumnParallelLinear, RowParallelLinear, ColumnParallelLinear
+        return ColumnParallelLinear, RowParallelLinear
     from megatron.core.extensions import transformer_engine as te
 
-    return te.TELayerNormColumnParallelLinear, te.TERowParallelLinear, te.TEColumnParallelLinear
+    return te.TELayerNormColumnParallelLinear, te.TERowParallelLinear
 
 
 def _plain(norm: Any) -> type:

@@ -43,12 +43,11 @@ class ModelRouting:
         for module in modules:
             if isinstance(module, MultiTokenPredictionBlock):
                 _mark_ahead(module)
-        self._pattern = layer_letters(chunks[0])
+        self._letters = layer_letters(chunks[0])
         self._layers = moe_layers(config)
-        if self._pattern is not None:
+        if self._letters is not None:
             # Megatron's config need not say which layers of a HybridModel have experts.
-            letters = self._pattern.partition("/")[0]
-            self._layers = [layer for layer, letter in enumerate(letters) if letter == "E"]
+            self._layers = [i for i, letter in enumerate(self._letters[0]) if letter == "E"]
         for router in self._routers:
             router.moe_layers = self._layers
         self.shape = RoutingShape(
@@ -150,14 +149,14 @@ class ModelRouting:
             losses |= {"moe_balance_loss": layers} if has_balance_loss(config) else {}
             losses |= {"moe_z_loss": layers} if config.moe_z_loss_coeff else {}
         if config.dsa_indexer_topk and config.dsa_indexer_loss_coeff:
-            letters = (self._pattern or "").partition("/")[0]
-            losses["indexer_loss"] = sum(map(letters.count, "*+D")) or config.num_layers
+            letters = self._letters[0] if self._letters else "*" * config.num_layers
+            losses["indexer_loss"] = sum(map(letters.count, "*+D"))
         return losses
 
     def _num_mtp_layers(self) -> int:
         """Layers of multi-token prediction that have experts."""
-        if self._pattern is not None:
-            per_depth = self._pattern.rpartition("/")[2].count("E")
+        if self._letters is not None:
+            per_depth = self._letters[1].count("E")
         else:
             # They are built like the last layer.
             per_depth = int(self._config.num_layers - 1 in self._layers)

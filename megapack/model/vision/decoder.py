@@ -43,20 +43,16 @@ def read_images(chunks: Sequence[Any], num_levels: int) -> None:
                 "images with rotary_interleaved, which turns other pairs of channels than models "
                 "with images do; set rotary_interleaved=False"
             )
-        if num_levels > 1 and layer_letters(chunk) is not None:
-            raise ConfigError(
-                f"{num_levels - 1} levels of DeepStack in a HybridModel whose layers are attention "
-                "or an MLP alone; build it of whole blocks, with megapack.gpt.build_model"
-            )
         if num_depths(chunk.config):
             raise ConfigError(
                 "images with multi-token prediction, which would embed image tokens as text; set "
                 "mtp_num_layers to null"
             )
-        if chunk.config.num_layers < num_levels - 1:
+        blocks = chunk.config.num_layers if layer_letters(chunk) is None else 0
+        if blocks < num_levels - 1:
             raise ConfigError(
-                f"{num_levels - 1} levels of DeepStack for {chunk.config.num_layers} layers; give "
-                "the decoder one layer per level"
+                f"{num_levels - 1} levels of DeepStack for {blocks} layers of attention and an "
+                "MLP; give the decoder one such layer per level"
             )
         setattr(chunk, _MARK, num_levels)
         if chunk.pre_process and not before:

@@ -63,13 +63,13 @@ class Case:
     def references(self) -> tuple[str, ...]:
         """The reference's files: in fp32, and in the case's own precision where that is lower."""
         variants = (problem.PRECISE.get(self.variant), self.variant)
-        return tuple(f"{name}-{self.model.num_stage_layers}" for name in variants if name)
+        return tuple(f"{name}-{self.model.num_layers}" for name in variants if name)
 
     @property
     def stage_layers(self) -> StageLayers:
         """The layers of each chunk."""
         return self.split.stage_layers(
-            self.model.num_stage_layers,
+            self.model.num_layers,
             pp=self.layout.pp,
             vpp=self.layout.vpp,
             num_mtp_layers=self.model.mtp_num_layers,

@@ -73,7 +73,7 @@ def draw_weights(model: GPTModel, settings: ModelConfig, group: Any) -> None:
         [model],
         seed=problem.SEED,
         std=settings.init_std,
-        num_layers=settings.num_stage_layers / (2 if settings.layer_pattern else 1),
+        num_layers=settings.num_layers / (2 if settings.layer_pattern else 1),
         zero_centered_norms=settings.layernorm_zero_centered_gamma,
         tp_group=group,
     )
@@ -83,12 +83,12 @@ def draw_weights(model: GPTModel, settings: ModelConfig, group: Any) -> None:
 def _gpt(settings: ModelConfig, config: Any) -> GPTModel:
     specs = [
         get_gpt_layer_local_spec(
-            num_experts=None if is_dense else settings.num_experts,
+            num_experts=settings.num_experts if letter == "E" else None,
             qk_layernorm=settings.qk_layernorm,
             multi_latent_attention=config.multi_latent_attention,
             normalization=config.normalization,
         )
-        for is_dense in settings.dense_layers
+        for letter in settings.mlp_letters
     ]
     if config.multi_latent_attention:
         for spec in specs:
@@ -280,7 +280,7 @@ def run_variant(name: str, batch: SampleBatch) -> list[dict[str, Any]]:
     variant, num_layers = name.rsplit("-", 1)
     settings, temperature = problem.MODELS[variant]
     few = problem.shallow(settings)
-    settings = few if few.num_stage_layers == int(num_layers) else settings
+    settings = few if few.num_layers == int(num_layers) else settings
     model = build(settings)
     results = []
     for i in range(len(batch)):

@@ -26,14 +26,14 @@ GATED_DELTA = {
 def test_each_letter_is_a_layer_of_a_stage() -> None:
     model = ModelConfig(num_layers=4, hybrid_layer_pattern="G-*-", **GATED_DELTA)
     assert model.layer_pattern == "G-*-"
-    assert model.num_stage_layers == 4
+    assert model.num_layers == 4
 
 
 @pytest.mark.parametrize("megatron_class", ["auto", "gpt", "hybrid", None])
 def test_without_a_pattern_layers_are_blocks(megatron_class: Any) -> None:
     model = ModelConfig(num_layers=3, megatron_class=megatron_class, num_experts=4)
     assert model.layer_pattern is None
-    assert model.num_stage_layers == 3
+    assert model.num_layers == 3
 
 
 def test_letters_of_latent_and_sparse_attention_are_those_of_attention() -> None:
