@@ -321,11 +321,11 @@ class ModelOptions:
                         f"{section}hybrid_layer_pattern has layers {letter}, so {section}{name} "
                         "must be set"
                     )
-        letters = len(pattern.partition("/")[0])
-        if letters != self.num_layers:
+        count = len(pattern.partition("/")[0])
+        if count != self.num_layers:
             raise ConfigError(
-                f"{section}hybrid_layer_pattern has {letters} letters and "
-                f"{section}num_layers is {self.num_layers}; set num_layers={letters}"
+                f"{section}hybrid_layer_pattern has {count} letters and "
+                f"{section}num_layers is {self.num_layers}; set num_layers={count}"
             )
         if self.moe_first_dense_layers:
             raise ConfigError(
