@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +26,7 @@ from megatron.core.utils import is_te_min_version
 
 from megapack import cpu
 from megapack.base.choices import Kernel
-from megapack.base.known_warnings import END_OF_GPT_MODEL
+from megapack.base.known_warnings import LOGGED
 from megapack.cost.sizes import FLASH_WIDTH, VOCAB_MULTIPLE
 from megapack.cost.stages import StageLayers, stage_layers_of
 from megapack.errors import ConfigError
@@ -367,8 +366,7 @@ def build_model(
         distributed_optimizer: shard gradients and optimizer state over data-parallel ranks.
         stage_layers: layers of each pipeline chunk; None: equally many.
         value_head: one fp32 value per token instead of logits; needs untied embeddings.
-        model_class: a subclass of GPTModel, such as one whose forward has more inputs; None: what
-            `model.megatron_class` says.
+        model_class: a subclass of GPTModel, such as one whose forward has more inputs.
         reduction: settings of DDP; None: the defaults, without overlap of parameter gathers.
         draws_weights: False leaves matrices as they were allocated, for weights that you load next.
             Drawing 4 billion numbers takes minutes.
@@ -378,8 +376,8 @@ def build_model(
             adapters. DDP must know by then what is frozen.
 
     Raises:
-        ConfigError: options that Megatron or packed rows do not allow, a value head with tied
-            embeddings, or a HybridModel with a model_class.
+        ConfigError: options that Megatron or packed rows do not allow, or a value head with tied
+            embeddings.
     """
     own_class = gpt_class(model, model_class)
     config = transformer_config(model, layout, stage_layers)
@@ -464,21 +462,15 @@ def gpt_class(model: ModelConfig, given: Any = None) -> Any:
         if given is not None:
             raise ConfigError(f"{needs} a HybridModel, and model_class is {given.__name__}")
         return None
-    if given is not None or (model.megatron_class != "gpt" and _ends_gpt_model()):
+    if given is not None:
         return given
-    from megatron.core.models.gpt import GPTModel
-
-    return GPTModel
-
-
-@functools.cache
-def _ends_gpt_model() -> bool:
-    """Whether the installed Megatron-Core announces the end of GPTModel, or has none."""
     try:
-        from megatron.core.models.gpt import gpt_model
+        from megatron.core.models.gpt import GPTModel, gpt_model
     except ImportError:
-        return True
-    return END_OF_GPT_MODEL in inspect.getsource(gpt_model)
+        # The same model, where there is no other class any more.
+        return None
+    is_ending = LOGGED[gpt_model.__name__] in inspect.getsource(gpt_model)
+    return None if is_ending and model.megatron_class != "gpt" else GPTModel
 
 
 def _set_latent_epsilon(chunk: Any, epsilon: float) -> None:
