@@ -11,7 +11,6 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.hybrid import hybrid_block, hybrid_model
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
@@ -42,12 +41,17 @@ from megapack.model.replaced import replaced
 
 
 class _Stack(HybridStack):  # type: ignore[misc]
-    """The layers, whose last norm has the name of a GPTModel's in checkpoints."""
+    """The layers, whose last norm has the name of a GPTModel's."""
 
-    def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> Any:
-        state = super().sharded_state_dict(prefix, *args, **kwargs)
-        apply_prefix_mapping(state, {f"{prefix}final_norm.": f"{prefix}final_layernorm."})
-        return state
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if "final_norm" in self._modules:
+            self.final_layernorm = self._modules.pop("final_norm")
+
+    @property
+    def final_norm(self) -> Any:
+        """As HybridStack reads it."""
+        return self.final_layernorm
 
 
 class _Block:
