@@ -224,7 +224,8 @@ def run_auxiliary(model: GPTModel, tokens: Tensor, settings: ModelConfig) -> dic
     found: dict[str, Any] = {"num_tokens": tokens.numel()}
     if has_loss(settings):
         own = indexer_loss(model)
-        found["indexer_loss"] = float(own.detach()) / settings.num_layers
+        attentions = (settings.layer_pattern or "*" * settings.num_layers).count("*")
+        found["indexer_loss"] = float(own.detach()) / attentions
         loss = loss + settings.indexer_loss_coef * own
     loss.backward()
     routers.remove()
