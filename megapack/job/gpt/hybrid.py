@@ -117,6 +117,7 @@ def _letters(
 ) -> HybridStackSubmodules:
     """The layers of a pattern's letters with this attention kernel."""
     dense = layer_spec(kernel, config, False, model).submodules
+    experts = layer_spec(kernel, config, bool(config.num_moe_experts), model).submodules
     # Transformer Engine's projections begin with the norm.
     norm = IdentityOp if kernel == "te" else packed_norm(config)
     into, out_of = _linears(kernel)
@@ -146,7 +147,7 @@ def _letters(
         gdn_layer=ModuleSpec(TransformerLayer, submodules=gated_delta),
         attention_layer=ModuleSpec(TransformerLayer, submodules=attention),
         mlp_layer=ModuleSpec(MLPLayer, submodules=_mlp(dense)),
-        moe_layer=_experts(kernel, config, model),
+        moe_layer=ModuleSpec(MoETransformerLayer, submodules=_mlp(experts)),
     )
 
 
@@ -154,13 +155,6 @@ def _mlp(layer: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
     return TransformerLayerSubmodules(
         pre_mlp_layernorm=layer.pre_mlp_layernorm, mlp=layer.mlp, mlp_bda=get_bias_dropout_add
     )
-
-
-def _experts(kernel: Kernel, config: TransformerConfig, model: ModelOptions) -> Any:
-    if not config.num_moe_experts:
-        return IdentityOp
-    layer = layer_spec(kernel, config, True, model).submodules
-    return ModuleSpec(MoETransformerLayer, submodules=_mlp(layer))
 
 
 def _linears(kernel: Kernel) -> tuple[Any, Any]:
