@@ -154,14 +154,15 @@ VARIANTS = {
     "mtp": "multi-token prediction, 2 depths, temperature 0.8",
     "mtp_other": "multi-token prediction, 2 depths, untied, temperature 0.8",
     "mtp_moe": "multi-token prediction, 1 depth, and 4 experts",
-    "mla_as_hybrid": "multi-latent attention with yarn, as a HybridModel, temperature 0.9",
+    "mla_as_hybrid": "multi-latent attention with yarn, letters of a HybridModel, temperature 0.9",
+    "dsa_as_hybrid": "sparse attention, letters of a HybridModel, temperature 0.9",
     "mtp_hybrid": "gated delta nets and experts, multi-token prediction, 2 depths",
     "gated_delta": "gated delta nets, attention with a gate, 4 experts and a gated shared one",
     "mamba": "Mamba-2, attention without positions, 4 experts with squared ReLU",
     "moe_latent": "3 dense layers, then 8 experts at a latent width and a gated shared one",
     "mamba_latent": "Mamba-2, 4 experts at a latent width, multi-token prediction, 1 depth",
     "hybrid": "gated delta nets, Mamba-2 and attention",
-    "gpt_as_hybrid": "dense layers, then experts in groups, as a HybridModel",
+    "gpt_as_hybrid": "dense layers, then experts in groups, as a HybridModel of blocks",
     "streams": "hyper-connections over 3 streams, temperature 0.9",
 }
 

@@ -123,10 +123,11 @@ run() {
     fi
     # The plans are small: without compiling the planner for one more Python this is minutes shorter.
     local -x NUMBA_DISABLE_JIT=${NUMBA_DISABLE_JIT-1}
-    # Hybrid models need Megatron-Core 0.18, so that tools/test.sh skips them. Hyper-connections are in
+    # HybridModel needs Megatron-Core 0.18, so that tools/test.sh skips it. Hyper-connections are in
     # main alone.
     on "$what" "$version" tests/unit/model/test_{stock_mixers,hyper_connections}.py \
-        tests/dist/{exactness/test_{hybrid_exactness,streams},rows/test_{hybrid,streams}_rows}.py "$@" || status=$?
+        tests/dist/{exactness/test_{hybrid_exactness,streams},rows/test_{hybrid,streams}_rows}.py \
+        tests/dist/model/test_two_classes.py "$@" || status=$?
     # Without a Python the second part would only say so again.
     ((status == 3)) ||
         # Hybrid models above have the other kinds of parallelism.

@@ -8,7 +8,7 @@ import warnings
 
 # Module of Megatron-Core -> start of a warning that it logs since 0.19, for every model. GPTModel
 # gets no new features; and DDP computes a layout that Megatron-LM's training loop passes in.
-_LOGGED = {
+LOGGED = {
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param",
 }
@@ -34,7 +34,7 @@ def quiet_known_warnings() -> None:
         r"MimoModelConfig is experimental",
     ):
         warnings.filterwarnings("ignore", message=message)
-    for module, start in _LOGGED.items():
+    for module, start in LOGGED.items():
         logging.getLogger(module).addFilter(functools.partial(_starts_otherwise, start))
 
 

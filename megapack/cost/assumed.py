@@ -216,7 +216,7 @@ def _trained_share(sizes: ModelSizes) -> float:
         return 1.0
     met = sizes.moe_top_k / (sizes.num_experts or 1)
     shares = [0.0, 0.0]
-    for layer in range(sizes.num_stage_layers):
+    for layer in range(sizes.num_layers):
         for kind, _ in sizes.layer_kinds(layer, 1):
             for i, globs in enumerate(((), sizes.freeze)):
                 counts = kind.layer_parameters(layer, globs)

@@ -364,7 +364,7 @@ class MemoryModel:
 
     def _chunks(self, layout: Layout, stage: int) -> list[tuple[int, int]]:
         """The first layer of each chunk of a stage, and how many it has."""
-        split = stage_layers_of(self.sizes.num_stage_layers, layout, self.stage_layers)
+        split = stage_layers_of(self.sizes.num_layers, layout, self.stage_layers)
         return list(zip(split.offsets, split.num_layers, strict=True))[stage :: split.pp]
 
     def _parameters(

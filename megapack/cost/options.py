@@ -25,11 +25,15 @@ NEEDED: dict[str, tuple[str, ...]] = {
     ),
     "M": ("mamba_num_heads",),
     "*": (),
+    "+": ("kv_lora_rank",),
+    "D": ("indexer_top_k",),
     "-": (),
     "E": ("num_experts",),
 }
 """Letters of `hybrid_layer_pattern` -> options that such a layer needs: gated delta net, Mamba-2,
-attention, MLP, experts."""
+attention, multi-latent and sparse attention, MLP, experts."""
+# Attention is of one kind in all layers, and the options say which.
+_AS_ATTENTION = str.maketrans("+D", "**")
 NOT_IN_FOLDERS = (
     *("hf_path", "megatron_class", "attention", "dtype", "fp8", "init_std", "freeze", "vision"),
     *("bias_activation_fusion", "gradient_accumulation_fusion", "recompute", "recompute_modules"),
@@ -60,9 +64,9 @@ class ModelOptions:
     num_layers: int = 4
     """Transformer layers; a multiple of pp * vpp, or split by `layout`. Each letter of a pattern is
     one."""
-    megatron_class: Literal["gpt", "hybrid"] | None = None
-    """GPTModel or HybridModel (Megatron-Core `0.18` or later); null = hybrid if there is a
-    pattern."""
+    megatron_class: Literal["auto", "gpt", "hybrid"] | None = "auto"
+    """GPTModel or HybridModel (Megatron-Core `0.18`); auto or null = hybrid with a pattern and
+    since `0.19`."""
     hybrid_layer_pattern: str | None = None
     """A letter per layer: G gated delta net, M Mamba-2, * attention, - MLP, E experts; after a `/`
     the MTP layers, as in `GE*E/*E`."""
@@ -319,10 +323,11 @@ class ModelOptions:
                         f"{section}hybrid_layer_pattern has layers {letter}, so {section}{name} "
                         "must be set"
                     )
-        if self.num_stage_layers != self.num_layers:
+        count = len(pattern.partition("/")[0])
+        if count != self.num_layers:
             raise ConfigError(
-                f"{section}hybrid_layer_pattern has {self.num_stage_layers} letters and "
-                f"{section}num_layers is {self.num_layers}; set num_layers={self.num_stage_layers}"
+                f"{section}hybrid_layer_pattern has {count} letters and "
+                f"{section}num_layers is {self.num_layers}; set num_layers={count}"
             )
         if self.moe_first_dense_layers:
             raise ConfigError(
@@ -377,37 +382,21 @@ class ModelOptions:
 
     @property
     def layer_pattern(self) -> str | None:
-        """The letters of the layers of a HybridModel; None for a GPTModel."""
-        if self.hybrid_layer_pattern is not None:
-            return self.hybrid_layer_pattern.partition("/")[0]
-        if self.megatron_class != "hybrid":
-            return None
-        return "".join("*-" if dense else "*E" for dense in self.dense_layers)
+        """The letters of the layers, of `NEEDED` but + and D; None if layers are whole blocks."""
+        pattern = self.hybrid_layer_pattern
+        return None if pattern is None else pattern.partition("/")[0].translate(_AS_ATTENTION)
 
     @property
     def mtp_pattern(self) -> str:
-        """The letters of a depth of multi-token prediction in a HybridModel; "" if it has none."""
-        if not self.mtp_num_layers:
-            return ""
-        if self.hybrid_layer_pattern is not None:
-            return self.hybrid_layer_pattern.rpartition("/")[2]
-        return (self.layer_pattern or "")[-2:]
+        """The letters of a depth of multi-token prediction; "" without a pattern."""
+        pattern = self.hybrid_layer_pattern or ""
+        return pattern.rpartition("/")[2].translate(_AS_ATTENTION) if self.mtp_num_layers else ""
 
     @property
-    def num_stage_layers(self) -> int:
-        """Layers that are split over pipeline stages."""
-        return len(self.layer_pattern or "") or self.num_layers
-
-    @property
-    def num_blocks(self) -> float:
-        """Layers of attention and an MLP; one of a hybrid model, which is either, is half of it."""
-        return len(self.layer_pattern or "") / 2 or self.num_layers
-
-    @property
-    def dense_layers(self) -> tuple[bool, ...]:
-        """Of each layer, whether its MLP is dense; without a pattern."""
+    def mlp_letters(self) -> str:
+        """A letter for each layer: a pattern's own, or the one of a block's MLP, - or E."""
         num_dense = self.moe_first_dense_layers if self.num_experts else self.num_layers
-        return tuple(layer < num_dense for layer in range(self.num_layers))
+        return self.layer_pattern or ("-" * num_dense).ljust(self.num_layers, "E")
 
     @property
     def has_expert_bias(self) -> bool:

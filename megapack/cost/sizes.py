@@ -38,7 +38,7 @@ class ModelSizes(ModelOptions):
         (8, 'ep')
         """
         shared = self.moe_shared_ffn_hidden_size
-        has_dense = any(self.dense_layers) or "-" in (self.layer_pattern or "")
+        has_dense = "-" in self.mlp_letters
         sizes = (
             ("model.num_attention_heads=", self.num_attention_heads, "tp"),
             ("model.num_query_groups=", self.query_groups, "tp"),
@@ -96,7 +96,7 @@ class ModelSizes(ModelOptions):
                 none. None = each token meets w keys.
             attention_factor: see `LayerKind`.
         """
-        end = self.num_stage_layers if num_layers is None else first + num_layers
+        end = self.num_layers if num_layers is None else first + num_layers
         window = _keys_met(self.attention_window, mean_length)
         pattern = self.layer_pattern
         if pattern is not None:
@@ -104,10 +104,9 @@ class ModelSizes(ModelOptions):
                 yield LayerKind(self, letter, window, False, attention_factor), count
             return
         windows, rotary = self.attention_window_pattern or "L", self.rotary_pattern or "L"
-        num_dense = self.moe_first_dense_layers if self.num_experts else self.num_layers
         kinds = Counter(
             (
-                "*-" if layer < num_dense else "*E",
+                f"*{self.mlp_letters[layer]}",
                 window if windows[layer % len(windows)] == "L" else None,
                 self.has_global_heads and rotary[layer % len(rotary)] == "G",
             )
@@ -119,7 +118,7 @@ class ModelSizes(ModelOptions):
     @property
     def last_kind(self) -> LayerKind:
         """The last layer."""
-        ((kind, _),) = self.layer_kinds(self.num_stage_layers - 1, 1)
+        ((kind, _),) = self.layer_kinds(self.num_layers - 1, 1)
         return kind
 
     def head_flops_per_token(self) -> float:
@@ -153,7 +152,7 @@ class ModelSizes(ModelOptions):
         Raises:
             ConfigError: the layers do not divide into chunks, or `stage_layers` does not fit.
         """
-        split = stage_layers_of(self.num_stage_layers, layout, stage_layers)
+        split = stage_layers_of(self.num_layers, layout, stage_layers)
         linear, squares = [], []
         for first, count in zip(split.offsets, split.num_layers, strict=True):
             layers = self.layer_kinds(
@@ -185,7 +184,7 @@ class ModelSizes(ModelOptions):
         """
         costs = [
             kind.layer_cost(mean_length)
-            for layer in range(self.num_stage_layers)
+            for layer in range(self.num_layers)
             for kind, _ in self.layer_kinds(layer, 1, mean_length=mean_length)
         ]
         return StageLayers.balanced(

@@ -81,12 +81,24 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
+def layer_letters(model: Any) -> tuple[str, str] | None:
+    """The letters of a HybridModel whose layers are attention or an MLP alone: of all its layers,
+    and of a depth of multi-token prediction. None for others."""
+    pattern: str | None = getattr(unwrapped(model), "hybrid_layer_pattern", None)
+    if pattern is None:
+        return None
+    layers, _, depths = pattern.replace("|", "").partition("/")
+    return layers, depths.rpartition("/")[2]
+
+
 def find_output_layer(model: Any) -> Any:
     """The vocabulary projection of a pipeline's last chunk."""
     gpt = unwrapped(model)
     layer = getattr(gpt, "output_layer", None)
     if layer is None:
-        raise ConfigError(f"{type(gpt).__name__} has no output_layer; use a GPTModel")
+        raise ConfigError(
+            f"{type(gpt).__name__} has no output_layer; use Megatron's GPTModel or HybridModel"
+        )
     if getattr(layer, "bias", None) is not None:
         raise ConfigError(
             "the output layer has a bias, which chunked log-probs do not add; build it without one"

@@ -29,6 +29,8 @@ _FUSED_NORMS = {
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    # Not fused: HybridModel's name of the last norm.
+    "decoder.final_norm.": "decoder.final_layernorm.",
 }
 
 

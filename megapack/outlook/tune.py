@@ -159,7 +159,7 @@ def tune(
         given = ", ".join(f"{name} {list(sizes)}" for name, sizes in tried.items() if sizes)
         raise ConfigError(
             f"no layout of {given or 'any size'} fills {space.num_gpus} GPUs and divides "
-            f"{sizes.num_stage_layers} layers, {sizes.num_attention_heads} heads and "
+            f"{sizes.num_layers} layers, {sizes.num_attention_heads} heads and "
             f"{sizes.num_experts or 'no'} experts; set other sizes"
         )
     kinds = [

@@ -131,7 +131,7 @@ class Space:
         if given is not None:
             yield given
             return
-        num_layers = sizes.num_stage_layers
+        num_layers = sizes.num_layers
         divides = num_layers % layout.num_chunks == 0
         if divides:
             yield StageLayers.even(num_layers, pp=layout.pp, vpp=layout.vpp)
@@ -142,7 +142,7 @@ class Space:
 
     def _layouts(self, sizes: ModelSizes, longest: int) -> Iterator[Layout]:
         """Every layout that fills the GPUs and divides the model but for its layers and experts."""
-        num_layers = sizes.num_stage_layers
+        num_layers = sizes.num_layers
         tps = self.tp or _divisors(min(GpuSpeed.node_gpus, self.num_gpus))
         cps = self.cp or [
             cp for cp in _divisors(_MAX_CP) if cp == 1 or longest >= cp * _LEAST_CP_TOKENS

@@ -187,10 +187,11 @@ MODELS = {
     "mamba_latent": (MAMBA_LATENT_MODEL, 0.9),
     "hybrid": (HYBRID_MODEL, 1.0),
     "gpt_as_hybrid": (
-        dataclasses.replace(MOE_SHARED_MODEL, megatron_class="hybrid", rope_scaling=RopeScaling()),
+        dataclasses.replace(MOE_SHARED_MODEL, megatron_class="hybrid"),
         1.0,
     ),
-    "mla_as_hybrid": (dataclasses.replace(MLA_MODEL, megatron_class="hybrid"), 0.9),
+    "mla_as_hybrid": (dataclasses.replace(MLA_MODEL, hybrid_layer_pattern="+-+-+-+-"), 0.9),
+    "dsa_as_hybrid": (dataclasses.replace(DSA_MODEL, hybrid_layer_pattern="D-D-D-D-"), 0.9),
     "mtp_hybrid": (
         dataclasses.replace(
             GATED_DELTA_MODEL,
@@ -221,7 +222,10 @@ NUM_SAMPLES = len(PAIRS)
 
 
 # By the pattern of a hybrid model: every kind of its layers.
-_FEW_HYBRID_LAYERS = {"GEGE*EG-": "GE*-", "M-ME*EM-": "ME*-", "G-M-*-M-": "GM*-"}
+_FEW_HYBRID_LAYERS = {
+    **{"GEGE*EG-": "GE*-", "M-ME*EM-": "ME*-", "G-M-*-M-": "GM*-"},
+    **{"+-+-+-+-": "+-+-", "D-D-D-D-": "D-D-"},
+}
 
 
 def shallow(model: ModelConfig) -> ModelConfig:

@@ -37,7 +37,7 @@ def build_chunks(
     model = on_kernels_of_job(model)
     initialize_parallel(layout, problem.SEED)
     stage_layers = (split or LayerSplit()).stage_layers(
-        model.num_stage_layers, pp=layout.pp, vpp=layout.vpp, num_mtp_layers=model.mtp_num_layers
+        model.num_layers, pp=layout.pp, vpp=layout.vpp, num_mtp_layers=model.mtp_num_layers
     )
     with streams_of(model):
         chunks = build_model(

@@ -256,6 +256,24 @@ def test_flops_of_experts_and_latent_attention() -> None:
     assert found[1] == 2 * 2.0 * 2 * 12
 
 
+def test_flops_of_a_hybrid_model_are_those_of_its_letters() -> None:
+    """A block is two letters, whatever Megatron counts as layers; `|` and `/` are none."""
+    blocks = flops.model_flops(make_args())
+    assert flops.model_flops(make_args(num_layers=4, hybrid_layer_pattern="*-|*-")) == blocks
+    experts = {"num_experts": 4, "moe_ffn_hidden_size": 8, "moe_router_topk": 2}
+    one_of_two = flops.model_flops(make_args(**experts, moe_layer_freq=[0, 1]))
+    letters = make_args(**experts, num_layers=4, hybrid_layer_pattern="*-*E/*E")
+    assert flops.model_flops(letters) == one_of_two
+    mamba = {"num_layers": 4, "mamba_head_dim": 4, "mamba_num_groups": 1}
+    found = flops.model_flops(make_args(**mamba, hybrid_layer_pattern="M-*-"))
+    assert found is not None
+    assert blocks is not None
+    assert found[1] == blocks[1] / 2
+    given = flops.model_flops(make_args(**mamba, hybrid_layer_pattern="M-*-", mamba_num_heads=8))
+    assert given == found
+    assert flops.model_flops(make_args(hybrid_layer_pattern="K-")) is None
+
+
 ROLLOUTS = st.lists(st.integers(1, 3), min_size=1, max_size=14)
 
 

@@ -72,7 +72,7 @@ class ImageCase:
         model, layout = config_of(self.model).model, self.layout
         typical = typical_length(self.lengths)
         split = None
-        if model.num_stage_layers % layout.num_chunks:
+        if model.num_layers % layout.num_chunks:
             split = model.balanced_stage_layers(layout, typical)
         speed = GpuSpeed.of("cuda", "bf16")
         cost = cost_from_sizes(model, layout, speed, mean_length=typical, stage_layers=split)

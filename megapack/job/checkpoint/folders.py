@@ -54,8 +54,8 @@ _FIXED = (
 _FREE = (
     *("model.recompute", "model.attention", "model.bias_activation_fusion"),
     *("model.gradient_accumulation_fusion", "model.moe_grouped_gemm", "model.moe_permute_fusion"),
-    # The folder may have moved; its sizes are keys of their own.
-    "model.hf_path",
+    # The folder may have moved; its sizes are keys of their own. Classes have the same tensors.
+    *("model.hf_path", "model.megatron_class"),
 )
 
 

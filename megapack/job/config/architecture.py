@@ -46,19 +46,21 @@ _NEEDED_BY: Mapping[str, tuple[str, ...]] = {
 # within a depth of multi-token prediction, and letters of a pattern are layers.
 _EXCLUDED: Mapping[str, str] = {
     "rotary_pattern": "hybrid mtp longrope",
-    **dict.fromkeys((*_GLOBAL, "value_layernorm"), "hybrid latent mtp"),
+    **dict.fromkeys(_GLOBAL, "hybrid latent mtp"),
+    "value_layernorm": "latent mtp",
     "global_keys_as_values": "hybrid latent mtp biases",
     "norm_placement": "mtp hybrid latent plain_experts",
-    "attention_score_cap": "hybrid latent sinks varlen",
-    **dict.fromkeys(("attention_window", "attention_sinks"), "mtp hybrid latent"),
+    "attention_score_cap": "latent sinks varlen",
+    **dict.fromkeys(("attention_window", "attention_sinks"), "mtp latent"),
+    "attention_window_pattern": "hybrid",
     # Megatron-Core's shared experts have no biases.
     "linear_bias": "hybrid latent fp8 shared narrow",
     **dict.fromkeys(("kv_channels", "qkv_bias", "rotary_percent", "local_rotary_base"), "latent"),
     "rotary_interleaved": "latent rotaries",
     # No kernel has sparse attention.
-    "indexer_top_k": "hybrid mtp te varlen",
+    "indexer_top_k": "mtp te varlen",
     "qk_layernorm_over_heads": "latent global centered layernorm",
-    "qk_layernorm_after_rotation": "hybrid latent global over_heads",
+    "qk_layernorm_after_rotation": "latent global over_heads",
     "moe_inner_norms": "no_sandwich centered dense_first gate sigmoid bias narrow",
     "layer_scalars": "pre",
     "hybrid_layer_pattern": "gpt_class",
@@ -84,12 +86,9 @@ def _parts(model: ModelOptions) -> dict[str, tuple[object, str]]:
         "full": (model.recompute == "full", "recompute=full, but with selective"),
         "gate": (model.moe_shared_gate, "moe_shared_gate"),
         "global": (model.has_global_heads, "heads of global layers (rotary_pattern)"),
-        "gpt": (model.layer_pattern is None, "a GPTModel, but with hybrid_layer_pattern"),
+        "gpt": (model.layer_pattern is None, "whole blocks, but with hybrid_layer_pattern"),
         "gpt_class": (model.megatron_class == "gpt", "megatron_class=gpt"),
-        "hybrid": (
-            model.layer_pattern is not None,
-            "a HybridModel (megatron_class, hybrid_layer_pattern)",
-        ),
+        "hybrid": (model.layer_pattern is not None, "hybrid_layer_pattern"),
         "latent": (model.uses_mla, "multi-latent attention (kv_lora_rank)"),
         "layernorm": (model.normalization != "RMSNorm", "normalization=LayerNorm"),
         "longrope": (rope.kind == "longrope", "rope_scaling.kind=longrope"),
@@ -234,6 +233,12 @@ def _hybrid(model: ModelOptions) -> _Table:
         len(depths) != model.mtp_num_layers or len(set(depths)) > 1,
         f"hybrid_layer_pattern={pattern!r} has {len(depths)} parts after a /, and "
         f"model.mtp_num_layers is {model.mtp_num_layers}; set as many parts, all alike",
+    )
+    kinds = set(pattern) & set("*+D")
+    yield (
+        len(kinds) > 1 or (kinds == {"+"} and model.indexer_top_k),
+        f"hybrid_layer_pattern={pattern!r} with model.indexer_top_k={model.indexer_top_k}: all "
+        "layers of attention are of one kind; write each as *",
     )
     for name, divisor in (
         ("linear_num_value_heads", "linear_num_key_heads"),

@@ -43,10 +43,9 @@ EMBEDDING = "embedding.word_embeddings.weight"
 OUTER = {
     EMBEDDING: "embed_tokens.weight",
     "decoder.final_layernorm.weight": "norm.weight",
-    "decoder.final_norm.weight": "norm.weight",  # in a HybridModel
 }
 """Names of the embedding and the last norm."""
-NEMOTRON_OUTER = {EMBEDDING: "embeddings.weight", "decoder.final_norm.weight": "norm_f.weight"}
+NEMOTRON_OUTER = {EMBEDDING: "embeddings.weight", "decoder.final_layernorm.weight": "norm_f.weight"}
 # Experts that a layer's tensors stack: [experts, rows, columns] (published folders of Qwen3.5).
 STACKED = {
     "mlp.experts.experts.linear_fc1.weight": "mlp.experts.gate_up_proj",

@@ -84,7 +84,7 @@ def _fp8_widths(model: ModelConfig, layout: Layout) -> dict[str, tuple[int, int]
         "moe_ffn_hidden_size": (model.expert_width if model.num_experts else 0, of_experts),
         "moe_latent_size": (model.moe_latent_size or 0, whole),
         "moe_shared_ffn_hidden_size": (model.moe_shared_ffn_hidden_size or 0, unit),
-        "ffn_hidden_size": (model.dense_width if any(model.dense_layers) else 0, unit),
+        "ffn_hidden_size": (model.dense_width if "-" in model.mlp_letters else 0, unit),
     }
     sizes = f"(model.fp8={model.fp8}, tp={layout.tp}, etp={layout.etp})"
     return {f"model.{name}={size} {sizes}": (size, by) for name, (size, by) in widths.items()}

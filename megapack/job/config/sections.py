@@ -163,7 +163,7 @@ class TrainConfig:
     def _split(self, layout: ParallelSizes) -> StageLayers:
         """`stage_layers` on a layout that may have another pp and vpp than this config's."""
         return self.layout.stage_layers(
-            self.model.num_stage_layers,
+            self.model.num_layers,
             pp=layout.pp,
             vpp=layout.vpp,
             num_mtp_layers=self.model.mtp_num_layers,

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -19,13 +20,13 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import is_te_min_version
 
 from megapack import cpu
 from megapack.base.choices import Kernel
+from megapack.base.known_warnings import LOGGED
 from megapack.cost.sizes import FLASH_WIDTH, VOCAB_MULTIPLE
 from megapack.cost.stages import StageLayers, stage_layers_of
 from megapack.errors import ConfigError
@@ -55,10 +56,9 @@ def _same(*names: str) -> dict[str, str]:
 
 # Fields of Megatron's TransformerConfig -> the option, or property, of a model that gives each.
 _FIELDS: Mapping[str, str] = {
-    **_same("hidden_size", "num_attention_heads", "normalization", "qk_layernorm"),
+    **_same("num_layers", "hidden_size", "num_attention_heads", "normalization", "qk_layernorm"),
     **_same("rotary_interleaved", "gated_linear_unit", "glu_linear_offset"),
     **_same("layernorm_zero_centered_gamma"),
-    "num_layers": "num_stage_layers",
     "num_query_groups": "query_groups",
     "kv_channels": "head_width",
     "ffn_hidden_size": "dense_width",
@@ -127,8 +127,8 @@ def transformer_config(
             sizes do not divide. This needs no process groups.
     """
     check_sizes(model, layout)
-    _check_class(model)
-    split = stage_layers_of(model.num_stage_layers, layout, stage_layers)
+    gpt_class(model)
+    split = stage_layers_of(model.num_layers, layout, stage_layers)
     kernel = choose_attention(model.attention, model.dtype, attention_sizes(model, layout))
     dtype = torch.bfloat16 if model.dtype == "bf16" else torch.float32
     pipelined, interleaved = layout.pp > 1, layout.vpp > 1
@@ -249,22 +249,13 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
         # softmax over a single chosen expert would always be 1.
         "moe_router_pre_softmax": model.moe_score_function == "softmax"
         and (model.moe_top_k == 1 or not model.moe_norm_top_k),
-        "moe_layer_freq": _expert_layers(model),
+        "moe_layer_freq": [int(letter == "E") for letter in model.mlp_letters],
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "seq_aux_loss",
         "moe_z_loss_coeff": model.moe_z_loss_coef or None,
         # The default, allgather, needs rows of equal length on all ranks.
         "moe_token_dispatcher_type": "alltoall",
     }
-
-
-def _expert_layers(model: ModelConfig) -> list[int] | int:
-    """Of each layer, 1 if it has experts and 0 if not; 1 for all."""
-    if model.layer_pattern is not None:
-        return [int(letter == "E") for letter in model.layer_pattern]
-    if model.moe_first_dense_layers:
-        return [int(not dense) for dense in model.dense_layers]
-    return 1
 
 
 def _activation(model: ModelConfig) -> Any:
@@ -355,7 +346,7 @@ def build_model(
     distributed_optimizer: bool,
     stage_layers: StageLayers | None = None,
     value_head: bool = False,
-    model_class: type[GPTModel] = GPTModel,
+    model_class: type[torch.nn.Module] | None = None,
     reduction: Settings | None = None,
     draws_weights: bool = True,
     splits_backward: bool = False,
@@ -377,7 +368,7 @@ def build_model(
         distributed_optimizer: shard gradients and optimizer state over data-parallel ranks.
         stage_layers: layers of each pipeline chunk; None: equally many.
         value_head: one fp32 value per token instead of logits; needs untied embeddings.
-        model_class: GPTModel or a subclass, such as one whose forward has more inputs.
+        model_class: a subclass of GPTModel, such as one whose forward has more inputs.
         reduction: settings of DDP; None: the defaults, without overlap of parameter gathers.
         draws_weights: False leaves matrices as they were allocated, for weights that you load next.
             Drawing 4 billion numbers takes minutes.
@@ -390,6 +381,7 @@ def build_model(
         ConfigError: options that Megatron or packed rows do not allow, or a value head with tied
             embeddings.
     """
+    own_class = gpt_class(model, model_class)
     config = transformer_config(model, layout, stage_layers)
     # Set later: Megatron refuses it in the constructor without its own schedule that uses it.
     config.delay_wgrad_compute = splits_backward
@@ -397,7 +389,7 @@ def build_model(
         _draw_nothing(config)
     padded_vocab = round_up(vocab_size, VOCAB_MULTIPLE)
     chunks = [
-        _chunk(model_class, model, layout, config, v, padded_vocab, stage_layers)
+        _chunk(own_class, model, layout, config, v, padded_vocab, stage_layers)
         for v in range(layout.vpp)
     ]
     for chunk in chunks:
@@ -420,7 +412,8 @@ def build_model(
             chunks,
             seed=seed,
             std=model.init_std,
-            num_layers=model.num_blocks,
+            # Letters of a pattern are half blocks.
+            num_layers=model.num_layers / (1 if model.layer_pattern is None else 2),
             zero_centered_norms=model.layernorm_zero_centered_gamma,
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             expert_tp_group=parallel_state.get_expert_tensor_parallel_group(),
@@ -454,14 +447,32 @@ def build_model(
     return wrapped
 
 
-def _check_class(model: ModelConfig) -> None:
-    if model.layer_pattern is None:
-        return
-    if importlib.util.find_spec("megatron.core.models.hybrid") is None:
-        raise ConfigError(
-            "model.hybrid_layer_pattern needs Megatron-Core 0.18 or later; "
-            f"{megatron.core.__version__} has no HybridModel"
-        )
+def gpt_class(model: ModelConfig, given: Any = None) -> Any:
+    """GPTModel or a subclass, or None for a HybridModel; the same on all ranks.
+
+    Args:
+        given: the subclass that the caller wants.
+
+    Raises:
+        ConfigError: the model must be a HybridModel, and cannot.
+    """
+    if model.layer_pattern is not None or model.megatron_class == "hybrid":
+        needs = "model.hybrid_layer_pattern and megatron_class=hybrid need"
+        if importlib.util.find_spec("megatron.core.models.hybrid") is None:
+            version = megatron.core.__version__
+            raise ConfigError(f"{needs} Megatron-Core 0.18 or later; {version} has no HybridModel")
+        if given is not None:
+            raise ConfigError(f"{needs} a HybridModel, and model_class is {given.__name__}")
+        return None
+    if given is not None:
+        return given
+    try:
+        from megatron.core.models.gpt import GPTModel, gpt_model
+    except ImportError:
+        # The same model, where there is no other class any more.
+        return None
+    is_ending = LOGGED[gpt_model.__name__] in inspect.getsource(gpt_model)
+    return None if is_ending and model.megatron_class != "gpt" else GPTModel
 
 
 def _set_latent_epsilon(chunk: Any, epsilon: float) -> None:
@@ -490,7 +501,7 @@ def _as_allocated(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _chunk(
-    model_class: type[GPTModel],
+    own_class: Any,
     model: ModelConfig,
     layout: Layout,
     config: TransformerConfig,
@@ -513,20 +524,18 @@ def _chunk(
         "rotary_percent": model.rotary_percent,
         "vp_stage": vp_stage,
     }
-    if model.layer_pattern is not None:
+    if own_class is None:
         # Not at the top: Megatron-Core before 0.18 has no such model.
         from megapack.job.gpt.hybrid import hybrid_chunk
     with _plain_output_layer(), whole_projections(kernel):
-        if model.layer_pattern is None:
-            chunk = model_class(
+        if own_class is None:
+            split = stage_layers_of(model.num_layers, layout, stage_layers)
+            chunk = hybrid_chunk(kernel, model, split, arguments)
+        else:
+            chunk = own_class(
                 transformer_layer_spec=block_spec(kernel, config, vp_stage, model),
                 mtp_block_spec=mtp_spec(kernel, config, vp_stage, model),
                 **arguments,
-            )
-        else:
-            split = stage_layers_of(model.num_stage_layers, layout, stage_layers)
-            chunk = hybrid_chunk(
-                kernel, model.layer_pattern, split, arguments, mtp_pattern=model.mtp_pattern
             )
     set_rope(chunk, model)
     if model.scale_embeddings:
@@ -536,7 +545,7 @@ def _chunk(
     return chunk
 
 
-def _scale_embeddings(chunk: GPTModel, hidden_size: int, dtype: torch.dtype) -> None:
+def _scale_embeddings(chunk: Any, hidden_size: int, dtype: torch.dtype) -> None:
     embedding = getattr(chunk, "embedding", None)
     if embedding is None:
         return
@@ -546,7 +555,7 @@ def _scale_embeddings(chunk: GPTModel, hidden_size: int, dtype: torch.dtype) -> 
 
 @contextlib.contextmanager
 def _plain_output_layer() -> Iterator[None]:
-    """Within the block GPTModel builds its output layer without gradient accumulation fusion.
+    """Within the block models build their output layer without gradient accumulation fusion.
 
     That layer is Megatron's own and refuses the fusion without apex, also if all other layers are
     Transformer Engine's. Its forward never runs: log-probs read its weight (see `head`).
@@ -562,7 +571,7 @@ def _plain_output_layer() -> Iterator[None]:
         yield
 
 
-def _drop_unused_weight(chunk: GPTModel) -> None:
+def _drop_unused_weight(chunk: Any) -> None:
     """Remove the unused output weight of a last stage with MTP layers and tied weights.
 
     That stage projects with its own embedding, but Megatron still allocates an output weight. It is

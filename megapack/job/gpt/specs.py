@@ -343,10 +343,8 @@ def _pre_norm_spec(kernel: Kernel, config: TransformerConfig, experts: bool) -> 
     return spec
 
 
-def block_spec(
-    kernel: Kernel, config: TransformerConfig, vp_stage: int | None, model: ModelOptions = PLAIN
-) -> Any:
-    """The layers of a chunk with this attention kernel, as GPTModel expects them."""
+def layer_specs(kernel: Kernel, config: TransformerConfig, model: ModelOptions) -> list[ModuleSpec]:
+    """All layers of the model with this attention kernel, each with attention and an MLP."""
     # One spec for each kind of layer: the first ones may be dense, the others have experts.
     is_global = [False] * config.num_layers
     if model.has_global_heads:
@@ -355,7 +353,15 @@ def block_spec(
     kinds = {
         kind: layer_spec(kernel, config, kind[0], model, is_global=kind[1]) for kind in set(kind_of)
     }
-    layers = [kinds[kind_of[layer]] for layer in _layers(config, vp_stage)]
+    return [kinds[kind] for kind in kind_of]
+
+
+def block_spec(
+    kernel: Kernel, config: TransformerConfig, vp_stage: int | None, model: ModelOptions = PLAIN
+) -> Any:
+    """The layers of a chunk with this attention kernel, as GPTModel expects them."""
+    specs = layer_specs(kernel, config, model)
+    layers = [specs[layer] for layer in _layers(config, vp_stage)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm(kernel, config))
 
 

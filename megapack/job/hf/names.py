@@ -211,7 +211,7 @@ class TensorNames:
         elif key.startswith(TOWER) and self._family.tower is not None:
             return [Rows(self.tower + key.removeprefix(TOWER), 0, num_rows)]
         else:
-            return [self._outer_rows(key, num_rows)]
+            return [self._outer_rows(local_name(key), num_rows)]
         if name in self._places:
             return [replace(rows, name=prefix + rows.name) for rows in self._places[name]]
         expert = index[0] if index else None

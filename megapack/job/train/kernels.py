@@ -44,7 +44,7 @@ def agreed_kernels(config: TrainConfig, layout: Layout, *, device: torch.device)
         """Raise what `build_model` would, before there are groups."""
         for one in models:
             chosen = dataclasses.replace(one, attention=kernels.attention)
-            has_same_layers = one.num_stage_layers == model.num_stage_layers
+            has_same_layers = one.num_layers == model.num_layers
             transformer_config(chosen, layout, config.stage_layers if has_same_layers else None)
 
     agree(check, device=device)

@@ -81,7 +81,7 @@ class Learner:
         else:
             model, hf_path, optim = config.model, config.model.hf_path, config.optim
             model = model.with_value_head() if has_value_head else model
-        has_same_layers = model.num_stage_layers == config.model.num_stage_layers
+        has_same_layers = model.num_layers == config.model.num_layers
         self.chunks = build_model(
             model,
             layout,

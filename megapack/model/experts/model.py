@@ -18,7 +18,7 @@ from megapack.layout import Layout
 from megapack.model.attention.sparse import SparseAttention
 from megapack.model.experts.router import PackedRouter, moe_layers
 from megapack.model.experts.rows import RoutingShape, routing_row
-from megapack.model.head import unwrapped
+from megapack.model.head import layer_letters, unwrapped
 from megapack.model.mtp import num_depths
 from megapack.model.settings import refuse_set
 from megapack.rows.packed import PackedRow
@@ -43,8 +43,13 @@ class ModelRouting:
         for module in modules:
             if isinstance(module, MultiTokenPredictionBlock):
                 _mark_ahead(module)
-        self._mtp_pattern: str | None = getattr(unwrapped(chunks[0]), "mtp_pattern", None)
+        self._letters = layer_letters(chunks[0])
         self._layers = moe_layers(config)
+        if self._letters is not None:
+            # Megatron's config need not say which layers of a HybridModel have experts.
+            self._layers = [i for i, letter in enumerate(self._letters[0]) if letter == "E"]
+        for router in self._routers:
+            router.moe_layers = self._layers
         self.shape = RoutingShape(
             num_layers=len(self._layers),
             num_experts=config.num_moe_experts or 0,
@@ -144,13 +149,14 @@ class ModelRouting:
             losses |= {"moe_balance_loss": layers} if has_balance_loss(config) else {}
             losses |= {"moe_z_loss": layers} if config.moe_z_loss_coeff else {}
         if config.dsa_indexer_topk and config.dsa_indexer_loss_coeff:
-            losses["indexer_loss"] = config.num_layers
+            letters = self._letters[0] if self._letters else "*" * config.num_layers
+            losses["indexer_loss"] = sum(map(letters.count, "*+D"))
         return losses
 
     def _num_mtp_layers(self) -> int:
         """Layers of multi-token prediction that have experts."""
-        if self._mtp_pattern is not None:
-            per_depth = self._mtp_pattern.count("E")
+        if self._letters is not None:
+            per_depth = self._letters[1].count("E")
         else:
             # They are built like the last layer.
             per_depth = int(self._config.num_layers - 1 in self._layers)

@@ -59,7 +59,7 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         self._row: RoutingRow | None = None
         self._recomputed = RecomputedRows()
         self._replay: Any = self.router_replay
-        self._moe_layers = moe_layers(self.config)
+        self.moe_layers = moe_layers(self.config)
         self._biases_softmax = self.enable_expert_bias and self.score_function == "softmax"
 
     def follow(self, schedule_pass: SchedulePass | None) -> None:
@@ -200,9 +200,9 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         0.19 it numbers them from 1 again, and marks their routers.
         """
         layer = self.layer_number - 1
-        if getattr(self, "is_mtp_layer", False) or layer not in self._moe_layers:
+        if getattr(self, "is_mtp_layer", False) or layer not in self.moe_layers:
             return None
-        return self._moe_layers.index(layer)
+        return self.moe_layers.index(layer)
 
 
 def experts_of_groups(

@@ -11,7 +11,7 @@ from torch import Tensor
 from megapack.errors import ConfigError
 from megapack.model.attention.rotary import gathers
 from megapack.model.attention.row import row_view
-from megapack.model.head import unwrapped
+from megapack.model.head import layer_letters, unwrapped
 from megapack.model.mtp import num_depths
 
 # Attribute of a chunk: the number of levels that its hooks read.
@@ -48,10 +48,11 @@ def read_images(chunks: Sequence[Any], num_levels: int) -> None:
                 "images with multi-token prediction, which would embed image tokens as text; set "
                 "mtp_num_layers to null"
             )
-        if chunk.config.num_layers < num_levels - 1:
+        blocks = chunk.config.num_layers if layer_letters(chunk) is None else 0
+        if blocks < num_levels - 1:
             raise ConfigError(
-                f"{num_levels - 1} levels of DeepStack for {chunk.config.num_layers} layers; give "
-                "the decoder one layer per level"
+                f"{num_levels - 1} levels of DeepStack for {blocks} layers of attention and an "
+                "MLP; give the decoder one such layer per level"
             )
         setattr(chunk, _MARK, num_levels)
         if chunk.pre_process and not before:
@@ -75,7 +76,7 @@ def _replace_embeddings(block: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     images = _images(kwargs)
     if images is None:
         return None
-    # GPTModel gives the hidden states by name.
+    # Megatron's models give the hidden states by name.
     return args, {**kwargs, "hidden_states": images.features.put(0, kwargs["hidden_states"])}
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from megapack.errors import RunInterrupted
 from tests.dist.spawn import ROOT, children, run_job, running_ranks
-from tests.marks import needs_muon
+from tests.marks import needs_hybrid, needs_muon
 
 pytestmark = pytest.mark.dist
 
@@ -243,6 +243,18 @@ def test_whole_experts_of_tensor_parallel_ranks_resumed_in_halves_and_copies(
         copy_of_run(tmp_path / "etp1", tmp_path / name, until=6)
         lines = finished(tmp_path / name, *tp2, experts)
         assert_same_steps(lines, whole, rel=1e-5)
+
+
+@needs_hybrid
+@WEEKLY
+def test_a_run_of_a_gpt_model_resumes_as_a_hybrid_model(tmp_path: Path) -> None:
+    """And goes on bit by bit: with the optimizer's state, of experts and of a depth of MTP too."""
+    settings = ["model.num_experts=4", "model.mtp_num_layers=1", "optim.lr=0.01"]
+    whole = finished(tmp_path, *DP2, *settings, "model.megatron_class=gpt")
+    copy_of_run(tmp_path, tmp_path / "other", until=3)
+    resumed = ("model.megatron_class=hybrid", "train.resume=auto")
+    lines = finished(tmp_path / "other", *DP2, *settings, *resumed)
+    assert_same_steps(lines, whole, rel=0.0)
 
 
 @needs_muon

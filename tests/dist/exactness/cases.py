@@ -13,6 +13,7 @@ from megapack.layout import Layout
 from megapack.plan import Plan
 from megapack.policy import Policy
 from tests.dist import problem
+from tests.megatron import MODEL_CLASS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,19 +55,21 @@ class Case:
             or model.moe_first_dense_layers
         )
         model = model if needs_all else problem.shallow(model)
+        if MODEL_CLASS and model.layer_pattern is None and model.megatron_class == "auto":
+            model = replace(model, megatron_class=MODEL_CLASS)
         return replace(model, recompute=self.recompute, freeze=self.frozen)
 
     @property
     def references(self) -> tuple[str, ...]:
         """The reference's files: in fp32, and in the case's own precision where that is lower."""
         variants = (problem.PRECISE.get(self.variant), self.variant)
-        return tuple(f"{name}-{self.model.num_stage_layers}" for name in variants if name)
+        return tuple(f"{name}-{self.model.num_layers}" for name in variants if name)
 
     @property
     def stage_layers(self) -> StageLayers:
         """The layers of each chunk."""
         return self.split.stage_layers(
-            self.model.num_stage_layers,
+            self.model.num_layers,
             pp=self.layout.pp,
             vpp=self.layout.vpp,
             num_mtp_layers=self.model.mtp_num_layers,
@@ -420,10 +423,8 @@ def _hybrid(variant: str) -> dict[str, Case]:
     """The layouts that a hybrid model of the problem runs on."""
 
     def uneven(*counts: int) -> Case:
-        # A layer of the GPT is two letters.
-        own = [count * (2 if variant == "gpt_as_hybrid" else 1) for count in counts]
-        split = _split(StageLayers(tuple(own), pp=2).to_text())
-        return Case(layout=PP2_VPP2, split=split, expect={"layers": _layers(*own)})
+        split = _split(StageLayers(counts, pp=2).to_text())
+        return Case(layout=PP2_VPP2, split=split, expect={"layers": _layers(*counts)})
 
     others = ("tp2",) if variant == "hybrid" else ("dp2_ep2", "dp2_tp2_sp_ep2")
     cases = {name: named(f"{variant}_{name}") for name in (*_OF_HYBRIDS, *others)} | {
@@ -436,6 +437,7 @@ def _hybrid(variant: str) -> dict[str, Case]:
 
 _OTHER_HYBRIDS = (
     *("mla_as_hybrid", "mla_as_hybrid_tp2_sp_pp2", "mtp_hybrid_single", "mtp_hybrid_cp2_pp2_vpp2"),
+    *("dsa_as_hybrid_tp2_sp", "dsa_as_hybrid_cp2_pp2_vpp2_recompute"),
     *("mtp_hybrid_tp2_sp_ep2", "mtp_hybrid_pp2", "mamba_latent", "mamba_latent_dp2_ep2"),
     *("mamba_latent_tp2_sp_ep2", "mamba_latent_pp2_vpp2", "mamba_latent_cp2_pp2"),
     *("mamba_latent_dp2_tp2_sp_ep2_etp2", "mamba_latent_tp2_sp_pp2"),

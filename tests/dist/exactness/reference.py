@@ -76,7 +76,8 @@ def build(settings: ModelConfig) -> GPTModel:
             # Not at the top: Megatron-Core before 0.18 has no hybrid models.
             from tests.dist.exactness.recurrent_reference import build_hybrid
 
-            model = build_hybrid(settings, config, TwoWidths)
+            attention = MaskedAttention if config.dsa_indexer_topk else TwoWidths
+            model = build_hybrid(settings, config, attention)
     if config.dsa_indexer_topk:
         prepare(model)
     draw_weights(model, settings, parallel_state.get_tensor_model_parallel_group())
@@ -89,7 +90,7 @@ def draw_weights(model: GPTModel, settings: ModelConfig, group: Any) -> None:
         [model],
         seed=problem.SEED,
         std=settings.init_std,
-        num_layers=settings.num_stage_layers / (2 if settings.layer_pattern else 1),
+        num_layers=settings.num_layers / (2 if settings.layer_pattern else 1),
         zero_centered_norms=settings.layernorm_zero_centered_gamma,
         tp_group=group,
     )
@@ -99,12 +100,12 @@ def draw_weights(model: GPTModel, settings: ModelConfig, group: Any) -> None:
 def _gpt(settings: ModelConfig, config: Any) -> GPTModel:
     specs = [
         get_gpt_layer_local_spec(
-            num_experts=None if is_dense else settings.num_experts,
+            num_experts=settings.num_experts if letter == "E" else None,
             qk_layernorm=settings.qk_layernorm,
             multi_latent_attention=config.multi_latent_attention,
             normalization=config.normalization,
         )
-        for is_dense in settings.dense_layers
+        for letter in settings.mlp_letters
     ]
     if config.multi_latent_attention:
         for spec in specs:
@@ -243,7 +244,8 @@ def run_auxiliary(model: GPTModel, tokens: Tensor, settings: ModelConfig) -> dic
     found: dict[str, Any] = {"num_tokens": tokens.numel()}
     if has_loss(settings):
         own = indexer_loss(model)
-        found["indexer_loss"] = float(own.detach()) / settings.num_layers
+        attentions = (settings.layer_pattern or "*" * settings.num_layers).count("*")
+        found["indexer_loss"] = float(own.detach()) / attentions
         loss = loss + settings.indexer_loss_coef * own
     loss.backward()
     routers.remove()
@@ -299,7 +301,7 @@ def run_variant(name: str, batch: SampleBatch) -> list[dict[str, Any]]:
     variant, num_layers = name.rsplit("-", 1)
     settings, temperature = problem.MODELS[variant]
     few = problem.shallow(settings)
-    settings = few if few.num_stage_layers == int(num_layers) else settings
+    settings = few if few.num_layers == int(num_layers) else settings
     model = build(settings)
     results = []
     for i in range(len(batch)):

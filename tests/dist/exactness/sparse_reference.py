@@ -86,15 +86,19 @@ def turned(x: Tensor, angles: Tensor) -> Tensor:
 def prepare(model: GPTModel) -> None:
     """Let Megatron hand the inputs of the indexer to core attention."""
     model.config.experimental_attention_variant = "dsa"
-    for layer in model.decoder.layers:
-        attention = layer.self_attention
-        attention.core_attention.rotary = attention.rotary_pos_emb
+    for core, attention in _sparse(model):
+        core.rotary = attention.rotary_pos_emb
 
 
 def indexer_loss(model: GPTModel) -> Tensor:
     """The last forward's loss, summed over tokens and layers."""
-    losses = [layer.self_attention.core_attention.loss for layer in model.decoder.layers]
-    return torch.stack(losses).sum()
+    return torch.stack([core.loss for core, _ in _sparse(model)]).sum()
+
+
+def _sparse(model: GPTModel) -> list[tuple[Any, Any]]:
+    """Each core attention, and what it is part of; MLPs of a HybridModel have none."""
+    attentions = (getattr(layer, "self_attention", None) for layer in model.decoder.layers)
+    return [(one.core_attention, one) for one in attentions if hasattr(one, "core_attention")]
 
 
 def has_loss(settings: ModelConfig) -> bool:

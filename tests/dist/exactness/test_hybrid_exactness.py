@@ -19,9 +19,11 @@ pytestmark = [pytest.mark.dist, needs_hybrid]
 CASES = (
     *("hybrid_tp2", "hybrid_cp4", "hybrid_pp2_vpp2_ends_alone_recompute"),
     *("gated_delta_dp2_tp2_sp_ep2", "mamba_cp2_pp2_vpp2_recompute"),
-    *("mtp_hybrid_cp2_pp2_vpp2", "mamba_latent_tp2_sp_ep2"),
+    *("mtp_hybrid_cp2_pp2_vpp2", "mamba_latent_tp2_sp_ep2", "dsa_as_hybrid_tp2_sp"),
 )
-WEEKLY_CASES = {"hybrid_tp2", "hybrid_cp4", "hybrid_pp2_vpp2_ends_alone_recompute"}
+WEEKLY_CASES = {
+    *("hybrid_tp2", "hybrid_cp4", "hybrid_pp2_vpp2_ends_alone_recompute", "dsa_as_hybrid_tp2_sp"),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -37,6 +39,8 @@ def test_a_step_equals_the_one_sample_reference(
     facts = result["facts"]
     expect = HYBRID_CASES[name].expect
     assert {key: facts[key] for key in expect} == expect
+    loss = result["expected_metrics"].get("indexer_loss", 0.0)
+    assert result["metrics"].get("indexer_loss", 0.0) == pytest.approx(loss, rel=1e-5)
 
 
 @pytest.mark.weekly
@@ -52,7 +56,7 @@ def test_transformer_engines_layers_equal_the_reference(
         assert results[name]["logprob_max_error"] < 3e-5, name
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("hybrid")])
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(("hybrid", "dsa"))])
 def test_experts_are_counted_and_replayed(
     name: str, case_results: dict[str, dict[str, Any]]
 ) -> None:

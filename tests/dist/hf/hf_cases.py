@@ -15,7 +15,7 @@ from megapack.layout import Layout
 from megapack.policy import Policy
 from tests import hf_models, hf_mtp
 from tests.dist.spawn import checked_job
-from tests.megatron import HAS_HYBRID
+from tests.megatron import HAS_HYBRID, MODEL_CLASS
 
 FAMILIES = (
     *("llama", "llama3_rope", "mistral", "mistral_window", "qwen2", "qwen2_window", "qwen3"),
@@ -113,7 +113,7 @@ class HfCase:
     @property
     def is_hybrid(self) -> bool:
         """Whether the case needs HybridModel."""
-        return self.folder not in FAMILIES or "megatron_class" in self.keys
+        return self.folder not in FAMILIES or self.family in AS_HYBRID
 
     @property
     def folder(self) -> str:
@@ -128,14 +128,17 @@ class HfCase:
     @property
     def keys(self) -> dict[str, Any]:
         """Keys of `ModelConfig` in addition to the folder's."""
+        own: dict[str, Any] = {}
+        if MODEL_CLASS and self.folder in FAMILIES:
+            own["megatron_class"] = MODEL_CLASS
         if self.layout_name in ROWS:
-            return dict(ROWS[self.layout_name].keys)
+            return own | dict(ROWS[self.layout_name].keys)
         if self.family in MTP:
-            return {"mtp_num_layers": 1, "mtp_loss_coef": MTP_COEF}
+            return own | {"mtp_num_layers": 1, "mtp_loss_coef": MTP_COEF}
         if self.family in AS_HYBRID:
             return {"megatron_class": "hybrid"}
         # The loss of indexers, which transformers lacks, must not reach the other weights.
-        return {"indexer_loss_coef": 0.1} if self.family in INDEXED else {}
+        return own | ({"indexer_loss_coef": 0.1} if self.family in INDEXED else {})
 
     @property
     def layout(self) -> Layout:

@@ -111,7 +111,7 @@ def build(case: Case, folder: Path) -> list[Any]:
     model = ModelConfig.from_hf(str(folder), dtype=case.dtype, **case.keys)
     initialize_parallel(layout, 1)
     split = case.split.stage_layers(
-        model.num_stage_layers,
+        model.num_layers,
         pp=layout.pp,
         vpp=layout.vpp,
         num_mtp_layers=model.mtp_num_layers,

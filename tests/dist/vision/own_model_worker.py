@@ -318,6 +318,9 @@ def main(ranks: str, mode: str = "") -> None:
     _, other = made_decoder(mtp_num_layers=None)
     other.config.mtp_num_layers = 1
     messages["mtp"] = refused(lambda: ScheduleAdapter([other], layout=layout, vision=lone))
+    _, lettered = made_decoder()
+    lettered.hybrid_layer_pattern = "*-"
+    messages["letters"] = refused(lambda: ScheduleAdapter([lettered], layout=layout, vision=lone))
     messages |= refused_towers(chunk, layout)
     messages["rows"] = rows_refused(adapter, batch)
     prepared_untouched(adapter, plan, batch)

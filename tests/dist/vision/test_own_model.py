@@ -51,6 +51,7 @@ def test_gradients_do_not_depend_on_the_layout(of_two: dict[str, Any]) -> None:
         ("no pixels", "has no pixels on the rank that encodes it"),
         ("tensors", "the batch has images and the tensor 'other'; give one of them"),
         ("mtp", "images with multi-token prediction"),
+        ("letters", "1 levels of DeepStack for 0 layers of attention and an MLP; give the decoder"),
         ("rows", "the plan has images='row', and this adapter encodes images ahead"),
     ],
 )

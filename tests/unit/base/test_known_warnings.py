@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megapack.base.known_warnings import _LOGGED, quiet_known_warnings
+from megapack.base.known_warnings import LOGGED, quiet_known_warnings
 
 pytestmark = pytest.mark.unit
 
@@ -21,7 +21,7 @@ def quiet() -> Iterator[None]:
         warnings.simplefilter("error")
         quiet_known_warnings()
         yield
-    for name in _LOGGED:
+    for name in LOGGED:
         logging.getLogger(name).filters.clear()
 
 

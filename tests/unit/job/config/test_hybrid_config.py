@@ -11,6 +11,7 @@ from megapack.config.shipped import find_config
 from megapack.errors import ConfigError
 from megapack.job.config.model import ModelConfig
 from megapack.job.config.sections import TrainConfig
+from tests.unit.job.config.test_model_checks import LATENT, SPARSE
 
 pytestmark = pytest.mark.unit
 
@@ -25,16 +26,20 @@ GATED_DELTA = {
 def test_each_letter_is_a_layer_of_a_stage() -> None:
     model = ModelConfig(num_layers=4, hybrid_layer_pattern="G-*-", **GATED_DELTA)
     assert model.layer_pattern == "G-*-"
-    assert model.num_stage_layers == 4
+    assert model.num_layers == 4
 
 
-def test_a_gpt_as_a_hybrid_model_has_two_layers_per_block() -> None:
-    model = ModelConfig(
-        num_layers=3, megatron_class="hybrid", num_experts=4, moe_first_dense_layers=1
-    )
-    assert model.layer_pattern == "*-*E*E"
-    assert model.num_stage_layers == 6
-    assert ModelConfig(num_layers=3).layer_pattern is None
+@pytest.mark.parametrize("megatron_class", ["auto", "gpt", "hybrid", None])
+def test_without_a_pattern_layers_are_blocks(megatron_class: Any) -> None:
+    model = ModelConfig(num_layers=3, megatron_class=megatron_class, num_experts=4)
+    assert model.layer_pattern is None
+    assert model.num_layers == 3
+
+
+def test_letters_of_latent_and_sparse_attention_are_those_of_attention() -> None:
+    latent = ModelConfig(num_layers=2, hybrid_layer_pattern="+-/+-", mtp_num_layers=1, **LATENT)
+    assert (latent.layer_pattern, latent.mtp_pattern) == ("*-", "*-")
+    assert ModelConfig(num_layers=2, hybrid_layer_pattern="D-", **SPARSE).layer_pattern == "*-"
 
 
 @pytest.mark.parametrize(
@@ -52,7 +57,15 @@ def test_a_gpt_as_a_hybrid_model_has_two_layers_per_block() -> None:
         ({"hybrid_layer_pattern": "*E", "num_layers": 2}, "model.num_experts must be set"),
         ({"hybrid_layer_pattern": "*-", "num_layers": 2, "megatron_class": "gpt"}, "leave one out"),
         ({"linear_num_key_heads": 2}, "needs model.hybrid_layer_pattern"),
-        ({"position_embedding_type": "none"}, "does not run with a GPTModel"),
+        ({"position_embedding_type": "none"}, "does not run with whole blocks"),
+        ({"hybrid_layer_pattern": "+-", "num_layers": 2}, "model.kv_lora_rank must be set"),
+        ({"hybrid_layer_pattern": "D-", "num_layers": 2, **LATENT}, "indexer_top_k must be set"),
+        ({"hybrid_layer_pattern": "+-", "num_layers": 2, **SPARSE}, "are of one kind; write each"),
+        ({"hybrid_layer_pattern": "*D", "num_layers": 2, **SPARSE}, "are of one kind; write each"),
+        (
+            {"hybrid_layer_pattern": "*-", "num_layers": 2, "norm_placement": "sandwich"},
+            "does not run with hybrid_layer_pattern",
+        ),
         ({"activation": "squared_relu"}, "silu and gelu_tanh have a gate, the others have none"),
         (
             {
@@ -83,13 +96,6 @@ def test_stages_share_the_letters() -> None:
     config = nemotron()
     assert config.stage_layers.num_layers == (13, 13, 13, 13)
     assert config.model.layer_pattern == config.model.hybrid_layer_pattern
-    gpt = load_config(
-        find_config("configs/gpt_tiny_dp2_pp2_vpp2_cpu.yaml"),
-        ["model.megatron_class=hybrid"],
-        TrainConfig,
-    )
-    assert gpt.stage_layers.total == 2 * gpt.model.num_layers
-    assert gpt.memory_model().sizes.layer_pattern == "*-" * gpt.model.num_layers
 
 
 def test_pieces_are_worth_the_states_at_their_end() -> None:

@@ -40,7 +40,7 @@ TP2 = Layout(tp=2, sequence_parallel=True)
         ({"rotary_percent": 0.0}, "rotary_percent=0.0 of 16 channels is not an even number"),
         ({"rotary_pattern": "LG"}, "needs model.local_rotary_base; set it"),
         ({**LOCAL, "rotary_pattern": "LS"}, "set letters L and G"),
-        ({**LOCAL, "megatron_class": "hybrid"}, "does not run with a HybridModel"),
+        ({**LOCAL, "hybrid_layer_pattern": "*-*-"}, "does not run with hybrid_layer_pattern"),
         ({**LOCAL, "rotary_interleaved": True}, "does not run with several rotary embeddings"),
         ({"qk_layernorm_over_heads": True}, "needs model.qk_layernorm;"),
         ({"attention_scale": 0.0}, "attention_scale is 0.0; set a number above 0"),

@@ -172,7 +172,7 @@ layers._grad_accum_fusion_available = True
 model = ModelConfig(num_layers=1)
 config = build.transformer_config(model, Layout())
 config.gradient_accumulation_fusion = True
-chunk = build._chunk(build.GPTModel, model, Layout(), config, 0, 128)
+chunk = build._chunk(build.gpt_class(model), model, Layout(), config, 0, 128)
 fc1 = chunk.decoder.layers[0].mlp.linear_fc1
 print(json.dumps({
     "head": chunk.output_layer.gradient_accumulation_fusion,
