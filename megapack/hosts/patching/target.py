@@ -249,16 +249,21 @@ def _hosts_own(value: Any) -> Any:
     return next(originals, value)
 
 
-def _reading(original: Any, argument: str, read: Callable[[Any], None]) -> Any:
-    """The host's function, which calls `read` with one of its arguments first, if it is given."""
+def _reading(original: Any, argument: str, read: Callable[[Any], Any]) -> Any:
+    """The host's function, which calls `read` with one of its arguments first, if it is given.
+
+    What `read` returns takes the argument's place, but for None.
+    """
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        if argument in given:
-            read(given[argument])
-        return original(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        if argument in given.arguments:
+            value = read(given.arguments[argument])
+            if value is not None:
+                given.arguments[argument] = value
+        return original(*given.args, **given.kwargs)
 
     return call
 
