@@ -8,13 +8,15 @@ against verl 0.9.1.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from megapack.base.arrays import Ints
+from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, HostAssertionError
 from megapack.hosts import megatron_core, patching
 from megapack.hosts.shared.families import real_tokens
@@ -22,14 +24,24 @@ from megapack.hosts.shared.images import patches_of
 from megapack.hosts.shared.native import NativeSettings
 from megapack.hosts.shared.options import HostOptions, PlannerOptions
 from megapack.hosts.shared.rank_items import RankItems
-from megapack.hosts.shared.rank_rows import Rows, agree_on_need, log_budget, small_at_ends
+from megapack.hosts.shared.rank_rows import (
+    Rows,
+    agree_on_need,
+    for_step,
+    log_budget,
+    small_at_ends,
+)
 from megapack.hosts.shared.tensor_rows import take, take_rows
+from megapack.policy import Policy
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
 _MODULE = "verl.utils.seqlen_balancing"
+_SCHEDULER = "megatron.core.datasets.data_schedule.DefaultDynamicCPScheduler"
+_SCHEDULER += ".get_groups_and_subsamples"
+_ENGINE = "verl.workers.engine.megatron.transformer_impl"
 
 # Fields that are set to zero in padding copies: which tokens have a loss.
 _LOSS_MASKS = ("loss_mask", "response_mask")
@@ -165,6 +177,47 @@ def rearrange_micro_batches(
     for micro_batch in micro_batches[len(indices) :]:
         _drop_loss(micro_batch)
     return micro_batches, indices + padding
+
+
+def wide_rows(scheduler: Any, sample_id_seqlens: Sequence[tuple[int, int]]) -> list[Rows]:
+    """Rows over one or several GPUs for verl's dynamic CP, planned for the configured layout.
+
+    The patch `verl_dynamic_cp` puts it into the scheduler of Megatron-Core that verl asks. Every
+    rank has the whole batch and plans it alike; a DP rank of the plan is a GPU of the DPxCP plane.
+
+    Args:
+        sample_id_seqlens: ids and tokens.
+
+    Returns:
+        The ids of each GPU, for each micro-batch; GPUs that share a row have the same.
+
+    Raises:
+        PlanError: a sample over the budget of all GPUs, or too few for the least M.
+    """
+    options = _OPTIONS.current
+    if options.layout is None:
+        own = patching.original(_SCHEDULER)
+        return own(scheduler, sample_id_seqlens)  # type: ignore[no-any-return]
+    ids, lengths = zip(*sample_id_seqlens, strict=True)
+    policy = Policy(context_parallel="dynamic", oversize="error", unreachable="error")
+    plan = build_dp_schedule(
+        lengths,
+        layout=replace(options.layout, dp=scheduler.dp_size * scheduler.cp_size, cp=1),
+        max_tokens_per_gpu=scheduler.max_seqlen_per_dp_cp_rank,
+        policy=for_step(policy, len(ids)),
+        cost=options.cost,
+    )
+    by_row = zip(*plan.steps[0].ranks, strict=True)
+    return [[[ids[i] for i in row.samples] for row in rows] for rows in by_row]
+
+
+def check_dynamic_cp(
+    engine_config: Any, model_config: Any, tf_config: Any = None, batch: Any = None
+) -> None:
+    """verl's own refusals, but for virtual stages, whose counts `wide_rows` plans."""
+    own = patching.original(f"{_ENGINE}._check_dcp_unsupported_features")
+    settings = {**vars(engine_config), "virtual_pipeline_model_parallel_size": None}
+    own(SimpleNamespace(**settings), model_config, tf_config, batch)
 
 
 def restore_dynamic_batch(data: torch.Tensor, batch_idx_list: Rows) -> torch.Tensor:

@@ -184,7 +184,22 @@ class Model(torch.nn.Module):
 def test_models_that_need_rows_of_one_length_are_refused(
     originals: dict[str, Any], config: dict[str, Any], says: str
 ) -> None:
-    originals["nemo_rl.models.megatron.train.megatron_forward_backward"] = lambda model: "ran"
-    assert nemo_rl.megatron_forward_backward(Model(1, **config)) == "ran"
+    own = {"nemo_rl.models.megatron.train.megatron_forward_backward": lambda *_: "ran"}
+    originals.update(own)
+    assert nemo_rl.megatron_forward_backward(Model(1, **config), iter(())) == "ran"
     with pytest.raises(ConfigError, match=says):
-        nemo_rl.megatron_forward_backward(Model(**config))
+        nemo_rl.megatron_forward_backward(Model(**config), iter(()))
+
+
+@pytest.mark.parametrize("key", ["draft", "router_replay"])
+def test_what_looks_at_one_chunk_is_refused_with_virtual_stages(key: str) -> None:
+    def read(vpp: int | None) -> None:
+        overrides = {"virtual_pipeline_model_parallel_size": vpp}
+        nemo_rl.read_settings(
+            {"megatron_cfg": {"model_overrides": overrides}, key: {"enabled": True}}
+        )
+
+    read(None)
+    with pytest.raises(ConfigError, match=rf"policy.{key} does not run with vpp=2"):
+        read(2)
+    nemo_rl.read_settings({"megatron_cfg": {}, key: None})

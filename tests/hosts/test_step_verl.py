@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from megatron.core import parallel_state
 
 from tests.hosts.steps import images
-from tests.hosts.steps.job import Report, assert_shared, run_step
+from tests.hosts.steps.job import (
+    Report,
+    assert_same_tensors,
+    assert_shared,
+    parse_layout,
+    run_step,
+)
 from tests.hosts.steps.mamba import needs_mamba
 from tests.hosts.steps.verl import REQUIREMENTS
 from tests.marks import KERNELS, needs_te
@@ -173,6 +181,49 @@ def test_levels_of_deepstack_are_right_with_the_patch(
     wanted = alone_with_images.more["tower_gradients"]
     images.assert_same_gradients(report.more["tower_gradients"], wanted, rel=1e-5)
     assert report.grad_norms == pytest.approx(alone_with_images.grad_norms, rel=1e-5)
+
+
+needs_dynamic_cp = pytest.mark.skipif(
+    "dynamic_context_parallel"
+    not in inspect.signature(parallel_state.initialize_model_parallel).parameters,
+    reason="Megatron-Core's dev branch has the groups of verl's dynamic CP",
+)
+
+
+def with_dynamic_cp(folder: Path, layout: str, patches: Sequence[str]) -> list[Report]:
+    place = folder / f"dynamic_{layout}{len(patches)}"
+    world = parse_layout(layout).world_size
+    return run_step(
+        "verl", place, layout=layout, world=world, patches=patches, case="dynamic_cp", te=VERSION
+    )
+
+
+@needs_te
+@needs_dynamic_cp
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2,pp=2", "dp=2,pp=2,vpp=2"])
+def test_planned_rows_of_dynamic_cp_train_as_one_sample_at_a_time(
+    layout: str, folder: Path
+) -> None:
+    """Rows over two GPUs and over one, in verl main's own step with its own dynamic CP."""
+    place = folder / "text_alone"
+    alone = run_step("verl", place, layout="", world=1, case="text_alone", te=VERSION)
+    reports = with_dynamic_cp(folder, layout, ("verl", "verl_dynamic_cp"))
+    (found,) = (report for report in reports if report.grad_norms)
+    assert found.losses == pytest.approx(alone[0].losses, abs=1e-5)
+    assert found.grad_norms == pytest.approx(alone[0].grad_norms, rel=1e-4)
+    for new, old in zip(reports[0].logprobs, alone[0].logprobs, strict=True):
+        assert new == pytest.approx(old, abs=1e-3)
+    assert_same_tensors(reports, alone, gradients=5e-6, weights=1e-4)
+    assert all(report.num_shape_exchanges == 0 for report in reports)
+    # A row over both GPUs is longer than one holds.
+    assert max(reports[0].row_tokens[0]) > 24
+
+
+@needs_te
+@needs_dynamic_cp
+def test_verl_refuses_virtual_stages_with_its_dynamic_cp(folder: Path) -> None:
+    with pytest.raises(AssertionError, match="does not support virtual pipeline parallelism"):
+        with_dynamic_cp(folder, "dp=2,pp=2,vpp=2", ())
 
 
 @needs_mamba

@@ -183,7 +183,7 @@ def run(arguments: job.Arguments) -> None:
     record_rows(chunks[0], report)
     job.count_layer_tokens(report, chunks[0])
     adapters.watch(report, worker.optimizer, chunks)
-    watch_gradients(report, worker.optimizer, chunks)
+    job.watch_gradients(report, worker.optimizer, chunks)
     data = make_shard(
         arguments.layout,
         common_prompts="prompts" in arguments.case,
@@ -201,32 +201,9 @@ def run(arguments: job.Arguments) -> None:
         again = worker.get_logprobs(data=data)["logprobs"]
     assert torch.equal(again, logprobs)
     report.params_sum = sum(p.double().abs().sum().item() for p in worker.model.parameters())
-    report.more["weights"] = values(chunks, lambda param: param)
+    report.more["weights"] = job.tensors(chunks, lambda param: param)
     check_lists(worker, chunks)
     job.write(report, arguments.folder)
-
-
-def watch_gradients(report: job.Report, optimizer: Any, chunks: list[Any]) -> None:
-    """From here on, note every parameter's gradient of the first step, before it is clipped."""
-    step = optimizer.step
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        report.more.setdefault("gradients", values(chunks, lambda param: param.main_grad))
-        return step(*args, **kwargs)
-
-    optimizer.step = noted
-
-
-def values(chunks: list[Any], value: Any) -> dict[str, list[float]]:
-    """A tensor of each trained parameter, by its name in the whole model."""
-    from megapack.model.parameters import global_parameters
-
-    named = [pair for chunk in chunks for pair in global_parameters(chunk)]
-    return {
-        name: value(param).detach().flatten().tolist()
-        for name, param in named
-        if param.requires_grad
-    }
 
 
 def check_lists(worker: Any, chunks: list[Any]) -> None:
@@ -330,7 +307,7 @@ def make_config(layout: Any, case: str) -> dict[str, Any]:
         "sequence_packing": {"enabled": True},
         "dynamic_batching": {"enabled": False},
         "logprob_batch_size": 1,
-        "make_sequence_length_divisible_by": 1 if case == "alone" else PAD_MULTIPLE,
+        "make_sequence_length_divisible_by": 1 if "alone" in case else PAD_MULTIPLE,
         "megatron_cfg": {
             "tensor_model_parallel_size": layout.tp,
             "pipeline_model_parallel_size": layout.pp,
