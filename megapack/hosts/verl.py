@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
@@ -214,10 +215,31 @@ def wide_rows(scheduler: Any, sample_id_seqlens: Sequence[tuple[int, int]]) -> l
 def check_dynamic_cp(
     engine_config: Any, model_config: Any, tf_config: Any = None, batch: Any = None
 ) -> None:
-    """verl's own refusals, but for virtual stages, whose counts `wide_rows` plans."""
+    """verl's own refusals, but for virtual stages, whose counts `wide_rows` plans, and for what a
+    batch says of distillation, which `compute_topk_loss` brings."""
     own = patching.original(f"{_ENGINE}._check_dcp_unsupported_features")
     settings = {**vars(engine_config), "virtual_pipeline_model_parallel_size": None}
-    own(SimpleNamespace(**settings), model_config, tf_config, batch)
+    own(SimpleNamespace(**settings), model_config, tf_config)
+
+
+def compute_topk_loss(
+    config: Any, distillation_config: Any, data: Any, student_logits: Any, data_format: str
+) -> Any:
+    """verl's loss of a row against its teacher's top k, which are cut over the row's own GPUs.
+
+    verl cuts them over the job's CP ranks.
+    """
+    from verl.trainer.distillation.megatron import losses
+    from verl.utils.tensordict_utils import get_non_tensor_data
+
+    own = patching.original("verl.trainer.distillation.losses.compute_topk_loss")
+    size = get_non_tensor_data(data, key="local_cp_size", default=None)
+    cut = losses.preprocess_thd_engine
+    losses.preprocess_thd_engine = partial(cut, local_cp_size=size)
+    try:
+        return own(config, distillation_config, data, student_logits, data_format)
+    finally:
+        losses.preprocess_thd_engine = cut
 
 
 def restore_dynamic_batch(data: torch.Tensor, batch_idx_list: Rows) -> torch.Tensor:

@@ -41,6 +41,7 @@ from tools.hosting.sources import installed
 
 NUM_SAMPLES = 16
 BUDGET = 90
+TOP = 8
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Case:
     images: bool = False
     dynamic_cp: int = 0
     """Tokens per GPU under verl's dynamic CP; 0 for none."""
+    distillation: bool = False
+    """The loss is verl's forward KL to a teacher's top tokens."""
     alone: bool = False
     """Each sample is a micro-batch."""
 
@@ -73,6 +76,9 @@ CASES = {
     "images": Case(images=True),
     "images_alone": Case(images=True, alone=True),
     "dynamic_cp": Case(dynamic_cp=24),
+    "distillation": Case(distillation=True),
+    "distillation_dynamic_cp": Case(distillation=True, dynamic_cp=24),
+    "distillation_alone": Case(distillation=True, alone=True),
     "text_alone": Case(alone=True),
     "mamba": Case(mamba=True),
     "mamba_whole": Case(budget=4000, mamba=True),
@@ -222,6 +228,29 @@ def make_batch(samples: list[Sample], dp_rank: int, dp_size: int) -> Any:
     return batch
 
 
+def distillation_loss(actor: Any, batch: Any) -> Any:
+    """verl's loss, and in the batch a teacher's `TOP` tokens at each position."""
+    from verl.trainer.distillation.losses import distillation_ppo_loss
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.config.distillation import DistillationConfig, DistillationLossConfig
+
+    ids, values = [], []
+    for tokens in batch["input_ids"].unbind():
+        generator = torch.Generator().manual_seed(int(tokens.sum()))
+        logits_TV = torch.randn(len(tokens), problem.VOCAB_SIZE, generator=generator)
+        best = logits_TV.log_softmax(-1).topk(TOP)
+        ids.append(best.indices)
+        values.append(best.values)
+    batch["teacher_ids"], batch["teacher_logprobs"] = nested(ids), nested(values)
+    tu.assign_non_tensor(batch, distillation_use_topk=True, distillation_only=True)
+    loss = DistillationLossConfig(
+        loss_mode="forward_kl_topk", topk=TOP, use_task_rewards=False, use_policy_gradient=False
+    )
+    return functools.partial(
+        distillation_ppo_loss, actor, DistillationConfig(distillation_loss=loss)
+    )
+
+
 def nested(values: list[Tensor]) -> Tensor:
     return torch.nested.as_nested_tensor(values, layout=torch.jagged)
 
@@ -320,6 +349,10 @@ def main() -> None:
     if case.lora:
         with engine.disable_adapter():
             report.more["reference_logprobs"] = torch.cat(log_probs(engine, batch)).tolist()
+    trained = batch.copy()
+    loss = functools.partial(ppo_loss, actor)
+    if case.distillation:
+        loss = distillation_loss(actor, trained)
     watch_rows(engine, report)
     count_layer_tokens(report, engine.module[0])
     watch_gradients(report, engine.optimizer, engine.module)
@@ -332,9 +365,7 @@ def main() -> None:
         with engine.train_mode():
             output = timed(
                 report,
-                lambda: engine.train_batch(
-                    copy_of(batch, engine), functools.partial(ppo_loss, actor)
-                ),
+                lambda: engine.train_batch(copy_of(trained, engine), loss),
             )
         engine.lr_scheduler_step()
         note(report, output)
@@ -350,7 +381,9 @@ def note(report: Report, output: Any) -> None:
     """What verl reports of a step, on the ranks where it does."""
     if not output:
         return
-    report.losses.append(float(output["metrics"]["actor/pg_loss"].aggregate()))
+    metrics = output["metrics"]
+    name = "actor/pg_loss" if "actor/pg_loss" in metrics else "distillation/loss"
+    report.losses.append(float(metrics[name].aggregate()))
     report.num_microbatches.append(len(output["loss"]))
     if "grad_norm" in output["metrics"]:
         report.grad_norms.append(float(output["metrics"]["grad_norm"]))
