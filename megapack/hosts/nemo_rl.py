@@ -12,7 +12,7 @@ import contextlib
 import enum
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import chain, tee
@@ -281,22 +281,18 @@ def megatron_forward_backward(model: Any, data_iterator: Any, *args: Any, **kwar
         return own(model, data_iterator, *args, **kwargs)
 
 
-@contextlib.contextmanager
-def _scaling_logits(chunk: Any, sampling: Any) -> Iterator[None]:
+def _scaling_logits(chunk: Any, sampling: Any) -> contextlib.AbstractContextManager[Any]:
     """Divide logits by the temperature; NeMo-RL divides the hidden states of stages, too."""
     from megapack.model.head import unwrapped
 
     def divide(_: Any, __: Any, output: Any) -> Any:
         return (output[0] if isinstance(output, tuple) else output).div_(sampling.temperature)
 
-    with contextlib.ExitStack() as hooks:
-        if (
-            sampling
-            and sampling.temperature != 1
-            and getattr(unwrapped(chunk), "post_process", True)
-        ):
-            hooks.callback(chunk.register_forward_hook(divide).remove)
-        yield
+    if not sampling or sampling.temperature == 1 or not unwrapped(chunk).post_process:
+        return contextlib.nullcontext()
+    # At the end of a block that it opens, torch removes a hook.
+    hook: contextlib.AbstractContextManager[Any] = chunk.register_forward_hook(divide)
+    return hook
 
 
 def get_model(*args: Any, **kwargs: Any) -> list[Any]:

@@ -33,6 +33,7 @@ from megapack.hosts.shared.rank_rows import (
     small_at_ends,
 )
 from megapack.hosts.shared.tensor_rows import take, take_rows
+from megapack.layout import Layout
 from megapack.policy import Policy
 
 if TYPE_CHECKING:
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _MODULE = "verl.utils.seqlen_balancing"
-_SCHEDULER = "megatron.core.datasets.data_schedule.DefaultDynamicCPScheduler"
-_SCHEDULER += ".get_groups_and_subsamples"
 _ENGINE = "verl.workers.engine.megatron.transformer_impl"
 
 # Fields that are set to zero in padding copies: which tokens have a loss.
@@ -196,14 +195,11 @@ def wide_rows(scheduler: Any, sample_id_seqlens: Sequence[tuple[int, int]]) -> l
         PlanError: a sample over the budget of all GPUs, or too few for the least M.
     """
     options = _OPTIONS.current
-    if options.layout is None:
-        own = patching.original(_SCHEDULER)
-        return own(scheduler, sample_id_seqlens)  # type: ignore[no-any-return]
     ids, lengths = zip(*sample_id_seqlens, strict=True)
     policy = Policy(context_parallel="dynamic", oversize="error", unreachable="error")
     plan = build_dp_schedule(
         lengths,
-        layout=replace(options.layout, dp=scheduler.dp_size * scheduler.cp_size, cp=1),
+        layout=replace(options.layout or Layout(), dp=scheduler.dp_size * scheduler.cp_size, cp=1),
         max_tokens_per_gpu=scheduler.max_seqlen_per_dp_cp_rank,
         policy=for_step(policy, len(ids)),
         cost=options.cost,
@@ -232,14 +228,13 @@ def compute_topk_loss(
     from verl.trainer.distillation.megatron import losses
     from verl.utils.tensordict_utils import get_non_tensor_data
 
+    from megapack.schedule.megatron_call import config_with
+
     own = patching.original("verl.trainer.distillation.losses.compute_topk_loss")
     size = get_non_tensor_data(data, key="local_cp_size", default=None)
-    cut = losses.preprocess_thd_engine
-    losses.preprocess_thd_engine = partial(cut, local_cp_size=size)
-    try:
+    cut = partial(losses.preprocess_thd_engine, local_cp_size=size)
+    with config_with(losses, {"preprocess_thd_engine": cut}):
         return own(config, distillation_config, data, student_logits, data_format)
-    finally:
-        losses.preprocess_thd_engine = cut
 
 
 def restore_dynamic_batch(data: torch.Tensor, batch_idx_list: Rows) -> torch.Tensor:

@@ -233,12 +233,6 @@ def test_wide_rows_hold_every_sample_once_on_aligned_gpus() -> None:
     assert sorted(found) == list(range(len(lengths)))
 
 
-def test_without_a_layout_dynamic_cp_has_megatrons_rows(originals: dict[str, Any]) -> None:
-    target = "DefaultDynamicCPScheduler.get_groups_and_subsamples"
-    originals[f"megatron.core.datasets.data_schedule.{target}"] = lambda scheduler, rows: rows
-    assert verl.wide_rows(None, [(0, 5)]) == [(0, 5)]
-
-
 def test_dynamic_cp_refuses_what_verl_does_but_for_what_it_brings(
     originals: dict[str, Any],
 ) -> None:
