@@ -74,6 +74,7 @@ CASES = {
     "prompts_shared": Case(common_prompts=True),
     "lora": Case(lora=True),
     "images": Case(images=True),
+    "images_dynamic_cp": Case(images=True, dynamic_cp=24),
     "images_alone": Case(images=True, alone=True),
     "dynamic_cp": Case(dynamic_cp=24),
     "distillation": Case(distillation=True),
