@@ -20,18 +20,13 @@ from megapack.base.arrays import Ints
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, HostAssertionError
 from megapack.hosts import megatron_core, patching
+from megapack.hosts.shared import rank_rows
 from megapack.hosts.shared.families import real_tokens
 from megapack.hosts.shared.images import patches_of
 from megapack.hosts.shared.native import NativeSettings
 from megapack.hosts.shared.options import HostOptions, PlannerOptions
 from megapack.hosts.shared.rank_items import RankItems
-from megapack.hosts.shared.rank_rows import (
-    Rows,
-    agree_on_need,
-    for_step,
-    log_budget,
-    small_at_ends,
-)
+from megapack.hosts.shared.rank_rows import Rows
 from megapack.hosts.shared.tensor_rows import take, take_rows
 from megapack.layout import Layout
 from megapack.policy import Policy
@@ -160,17 +155,17 @@ def rearrange_micro_batches(
 
     if dp_group is not None and same_micro_num_in_dp:
         settings = f"{max_token_len} {force_group_size} {step} {options}"
-        rank, need = agree_on_need(read, settings, dp_group)
+        rank, need = rank_rows.agree_on_need(read, settings, dp_group)
     else:
         rank = read()
         need = rank.need
     pads = options.light_rank == "pad"
     count = rank.shared_count(need, pads=pads, remedy=", or configure(light_rank='pad')")
-    log_budget("verl", int(max_token_len), options.layout and options.layout.cp)
+    rank_rows.log_budget("verl", int(max_token_len), options.layout and options.layout.cp)
     rows = rank.rows(count)
     # The planner's own rows are already in the order of the pipeline.
     if use_dynamic_bsz_balance and not (options.layout and rows is rank.own):
-        rows = small_at_ends(rows, rank.work)
+        rows = rank_rows.small_at_ends(rows, rank.work)
     indices = rank.samples(rows)
     padding = [rank.samples([[rank.shortest]])[0]] * (count - len(rows))
     micro_batches = _select(batch, indices + padding)
@@ -201,7 +196,7 @@ def wide_rows(scheduler: Any, sample_id_seqlens: Sequence[tuple[int, int]]) -> l
         lengths,
         layout=replace(options.layout or Layout(), dp=scheduler.dp_size * scheduler.cp_size, cp=1),
         max_tokens_per_gpu=scheduler.max_seqlen_per_dp_cp_rank,
-        policy=for_step(policy, len(ids)),
+        policy=rank_rows.for_step(policy, len(ids)),
         cost=options.cost,
     )
     by_row = zip(*plan.steps[0].ranks, strict=True)

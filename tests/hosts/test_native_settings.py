@@ -12,8 +12,8 @@ import pytest
 
 from megapack import CostModel, Layout, patching
 from megapack.errors import ConfigError, PatchError
-from megapack.hosts import megatron_core, nemo_rl, slime, verl
-from megapack.hosts.shared.rollout_schedule import SETTINGS, read_settings
+from megapack.hosts import megatron_core, nemo_rl, verl
+from megapack.hosts.shared.rollout_schedule import OPTIONS, SETTINGS, read_settings
 from tests.hosts.stub import Host
 
 pytestmark = pytest.mark.hosts
@@ -61,8 +61,8 @@ def test_a_block_is_refused_in_one_line(read: Any, block: Any, says: str) -> Non
 def test_arguments_of_the_host_are_settings_too() -> None:
     """slime's `--custom-config-path` sets attributes without its parser."""
     read_settings(SimpleNamespace(megapack_count_rule="legal", megapack_share_prefixes=True))
-    assert slime.OPTIONS.current.count_rule == "legal"
-    assert slime.OPTIONS.current.share_prefixes
+    assert OPTIONS.current.count_rule == "legal"
+    assert OPTIONS.current.share_prefixes
     assert megatron_core.OPTIONS.current.share_prefixes
     with pytest.raises(ConfigError, match=r"unknown key count_rul; did you mean count_rule\?"):
         read_settings(SimpleNamespace(megapack_count_rul="legal"))

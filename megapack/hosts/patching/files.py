@@ -35,7 +35,7 @@ class Replacement:
     argument: str | None = None
     """In place of signatures, a parameter of the target, such as the host's config: the target
     stays, and the replacement is called with this argument before each of its calls. What it
-    returns takes the argument's place, but for None."""
+    returns, if anything, takes the argument's place."""
     replacement: str
     """`module:name` below megapack.hosts."""
     why: str

@@ -252,7 +252,7 @@ def _hosts_own(value: Any) -> Any:
 def _reading(original: Any, argument: str, read: Callable[[Any], Any]) -> Any:
     """The host's function, which calls `read` with one of its arguments first, if it is given.
 
-    What `read` returns takes the argument's place, but for None.
+    What `read` returns, if anything, takes the argument's place.
     """
     signature = inspect.signature(original)
 
@@ -260,9 +260,7 @@ def _reading(original: Any, argument: str, read: Callable[[Any], Any]) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
         if argument in given.arguments:
-            value = read(given.arguments[argument])
-            if value is not None:
-                given.arguments[argument] = value
+            given.arguments[argument] = read(given.arguments[argument]) or given.arguments[argument]
         return original(*given.args, **given.kwargs)
 
     return call
