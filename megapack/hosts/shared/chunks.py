@@ -50,10 +50,8 @@ class OneModel(DistributedDataParallel):  # type: ignore[misc]
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
         """Refused: chunks run in Megatron's schedule."""
-        raise ConfigError(
-            f"this call runs the model outside of Megatron's schedule, and this rank has "
-            f"{len(self.chunks)} chunks; set virtual_pipeline_model_parallel_size=null for it"
-        )
+        what = f"{len(self.chunks)} chunks run in Megatron's schedule only, and not in this call"
+        raise ConfigError(f"{what}; set virtual_pipeline_model_parallel_size=null")
 
     # By this a host opens a step of several calls, whose gradients it finishes itself.
     no_sync = forward
