@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -110,6 +111,31 @@ def test_a_function_tells_its_argument_and_stays(
         host.load("stubhost.trainer").pack()
     patching.revert(host.patches)
     assert host.load("stubhost.trainer").pack is pack
+
+
+def test_what_a_reader_returns_takes_the_place_of_the_argument(
+    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def twice(text: str) -> str:
+        return text * 2
+
+    twice.__module__ = "megapack.hosts.stub"
+    monkeypatch.setattr(sys.modules["megapack.hosts.stub"], "pack", twice)
+    file = tmp_path / "other.yaml"
+    file.write_text(
+        "host: other\nseen: here\npatches:\n  - target: textwrap:dedent\n    argument: text\n"
+        "    replacement: megapack.hosts.stub:pack\n    why: a test\n"
+    )
+    patching.apply(str(file))
+    try:
+        assert [textwrap.dedent("a"), textwrap.dedent(text="b"), textwrap.dedent("")] == [
+            "aa",
+            "bb",
+            "",
+        ]
+    finally:
+        patching.revert(str(file))
+    assert textwrap.dedent("a") == "a"
 
 
 def test_a_function_without_the_argument_is_refused(host: Host) -> None:
