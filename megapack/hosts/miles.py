@@ -9,21 +9,13 @@ from typing import Any
 
 from megapack.errors import ConfigError, PlanError
 from megapack.hosts import patching
+from megapack.hosts.shared import rollout_schedule
 from megapack.hosts.shared.loss_tokens import without_empty_samples
 from megapack.hosts.shared.native import Provider
-from megapack.hosts.shared.rollout_schedule import (
-    OPTIONS,
-    Rollouts,
-    Schedule,
-    own_schedule,
-    plan_dynamic,
-    read_settings,
-    with_settings,
-)
 
 logger = logging.getLogger(__name__)
 
-configure = OPTIONS.configure
+configure = rollout_schedule.OPTIONS.configure
 
 _RUNS_PLANNED = "miles.ray.rollout.train_data_conversion.can_schedule_on_rollout_side"
 _IMAGES = "multimodal_train_inputs"
@@ -34,7 +26,7 @@ _GROWS = {"grid_thws", "mm_vision_num_patches", "mm_audio_num_tokens"}
 def get_miles_extra_args_provider(add_custom_arguments: Provider | None = None) -> Provider:
     """miles' arguments, and one `--megapack-...` for each option."""
     own = "miles.utils.arguments.get_miles_extra_args_provider"
-    return with_settings(own, add_custom_arguments)
+    return rollout_schedule.with_settings(own, add_custom_arguments)
 
 
 def build_dp_schedule(
@@ -44,7 +36,7 @@ def build_dp_schedule(
     *,
     global_batch_size: int,
     rollout_indices: Sequence[Any],
-) -> Schedule:
+) -> rollout_schedule.Schedule:
     """miles' schedule of one generation's samples: as slime's, with these differences.
 
     `vpp_size` and the VPP group size may be None. With `args.allow_partial_train_step` and dynamic
@@ -59,19 +51,23 @@ def build_dp_schedule(
         ValueError: no prefix of a step's rollouts can be aligned. This error, like the other
             refusals, is an AssertionError too.
     """
-    read_settings(args)
+    rollout_schedule.read_settings(args)
     if not args.use_dynamic_batch_size:
         ids = {"global_batch_size": global_batch_size, "rollout_indices": rollout_indices}
-        return own_schedule("miles", args, train_parallel_config, total_lengths, **ids)
+        return rollout_schedule.own_schedule(
+            "miles", args, train_parallel_config, total_lengths, **ids
+        )
 
-    def plan(rollouts: Rollouts) -> Schedule:
-        return plan_dynamic(args, train_parallel_config, total_lengths, rollouts, host="miles")
+    def plan(rollouts: rollout_schedule.Rollouts) -> rollout_schedule.Schedule:
+        return rollout_schedule.plan_dynamic(
+            args, train_parallel_config, total_lengths, rollouts, host="miles"
+        )
 
     partial = bool(getattr(args, "allow_partial_train_step", False))
     if getattr(args, "multi_lora", False):
         # A batch is one step, and its size counts samples.
         rollout_indices = range(len(total_lengths))
-    rollouts = Rollouts.read(rollout_indices, global_batch_size, partial=partial)
+    rollouts = rollout_schedule.Rollouts.read(rollout_indices, global_batch_size, partial=partial)
     try:
         return plan(rollouts)
     except PlanError:
@@ -102,7 +98,7 @@ def can_schedule_on_rollout_side(
         return False
     rest = {name: values for name, values in data.items() if name != _IMAGES}
     if "adapter_slots" in data:
-        if OPTIONS.current.share_prefixes:
+        if rollout_schedule.OPTIONS.current.share_prefixes:
             raise ConfigError(
                 "share_prefixes=True with multi-LoRA: its layers are told the tokens of whole "
                 "samples; set share_prefixes=False"
@@ -130,12 +126,7 @@ def loss_function(
     from miles.backends.training_utils.loss import loss_function as host_function
 
     result = host_function(
-        args,
-        batch,
-        num_microbatches,
-        logits,
-        apply_megatron_loss_scaling=apply_megatron_loss_scaling,
-        num_rollouts=num_rollouts,
+        args, batch, num_microbatches, logits, apply_megatron_loss_scaling, num_rollouts
     )
     return without_empty_samples(args, result, batch["loss_masks"])
 

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, tee
 from typing import Any
 
 import numpy as np
@@ -55,9 +55,19 @@ def read_settings(config: Any) -> None:
         config: NeMo-RL's `policy`.
 
     Raises:
-        ConfigError: an unknown key or a value that is refused.
+        ConfigError: an unknown key, a value that is refused, or what virtual stages do not run.
     """
     _SETTINGS.take(config.get("megapack"), "policy.megapack")
+    _refuse_with_virtual_stages(config)
+
+
+def _refuse_with_virtual_stages(config: Any) -> None:
+    overrides = (config.get("megatron_cfg") or {}).get("model_overrides") or {}
+    vpp = overrides.get("virtual_pipeline_model_parallel_size") or 1
+    # Both look at one chunk.
+    for key in ("draft", "router_replay"):
+        if vpp > 1 and (config.get(key) or {}).get("enabled"):
+            raise ConfigError(f"policy.{key} does not run with vpp={vpp}; turn one of them off")
 
 
 def get_packer(
@@ -241,8 +251,10 @@ def pack_sequence_parameters(
     return padding
 
 
-def megatron_forward_backward(model: Any, *args: Any, **kwargs: Any) -> Any:
+def megatron_forward_backward(model: Any, data_iterator: Any, *args: Any, **kwargs: Any) -> Any:
     """NeMo-RL's step or forward-only pass, whose stages expect rows of any length.
+
+    Each chunk of a virtual stage reads the micro-batches for itself.
 
     The patch `nemo_rl_rows` puts it into the workers.
 
@@ -251,15 +263,51 @@ def megatron_forward_backward(model: Any, *args: Any, **kwargs: Any) -> Any:
     """
     from megatron.core.utils import get_model_config
 
+    from megapack.hosts.shared.chunks import OneModel
     from megapack.model.replaced import replaced
 
     own = patching.original(f"{_WORKER_MODULES}.train.megatron_forward_backward")
     config = get_model_config(model)
     if config.pipeline_model_parallel_size == 1:
-        return own(model, *args, **kwargs)
+        return own(model, data_iterator, *args, **kwargs)
     _refuse_fixed_lengths(config)
-    with replaced(config, variable_seq_lengths=True):
-        return own(model, *args, **kwargs)
+    last = model
+    if isinstance(model, OneModel):
+        model = list(model.chunks)
+        last = model[-1]
+        data_iterator = list(tee(data_iterator, len(model)))
+    scaling = _scaling_logits(last, kwargs.pop("sampling_params", None))
+    with replaced(config, variable_seq_lengths=True), scaling:
+        return own(model, data_iterator, *args, **kwargs)
+
+
+def _scaling_logits(chunk: Any, sampling: Any) -> contextlib.AbstractContextManager[Any]:
+    """Divide logits by the temperature; NeMo-RL divides the hidden states of stages, too."""
+    from megapack.model.head import unwrapped
+
+    def divide(_: Any, __: Any, output: Any) -> Any:
+        return (output[0] if isinstance(output, tuple) else output).div_(sampling.temperature)
+
+    if not sampling or sampling.temperature == 1 or not unwrapped(chunk).post_process:
+        return contextlib.nullcontext()
+    # At the end of a block that it opens, torch removes a hook.
+    hook: contextlib.AbstractContextManager[Any] = chunk.register_forward_hook(divide)
+    return hook
+
+
+def get_model(*args: Any, **kwargs: Any) -> list[Any]:
+    """The model that NeMo-RL's setup makes: its worker keeps the first of this list.
+
+    The patch `nemo_rl_vpp` puts it into the workers.
+
+    Returns:
+        one model, which has all chunks of the rank if there are several.
+    """
+    from megapack.hosts.shared.chunks import OneModel
+
+    own = patching.original(f"{_WORKER_MODULES}.setup.get_model")
+    chunks: list[Any] = own(*args, **kwargs)
+    return chunks if len(chunks) == 1 else [OneModel(chunks)]
 
 
 def _refuse_fixed_lengths(config: Any) -> None:

@@ -16,18 +16,11 @@ import numpy as np
 from megapack.base.arrays import Ints
 from megapack.errors import DataError
 from megapack.hosts import patching
+from megapack.hosts.shared import rank_rows
 from megapack.hosts.shared.bins import with_heaviest_split
 from megapack.hosts.shared.families import family_parts, real_tokens
 from megapack.hosts.shared.images import image_tokens, patches_of
 from megapack.hosts.shared.options import HostOptions, PlannerOptions
-from megapack.hosts.shared.rank_rows import (
-    Need,
-    agree_on_need,
-    log_budget,
-    plan_rank,
-    small_at_ends,
-    split_rows,
-)
 
 _OPTIONS = HostOptions(PlannerOptions())
 configure = _OPTIONS.configure
@@ -50,13 +43,15 @@ def init_iterator(self: Any, data: Any, max_tokens_per_microbatch: int) -> None:
     max_tokens = int(max_tokens_per_microbatch)
     options = _OPTIONS.current
     settings = repr((max_tokens, options))
-    rank, need = agree_on_need(lambda: _RankRows(data, max_tokens, options), settings, None)
+    rank, need = rank_rows.agree_on_need(
+        lambda: _RankRows(data, max_tokens, options), settings, None
+    )
     layout = options.layout
     count = need.count if layout is None else layout.next_legal_count(need.count)
-    log_budget("SkyRL", max_tokens, layout and layout.cp)
-    rows = split_rows(rank.rows, count, rank.work)
+    rank_rows.log_budget("SkyRL", max_tokens, layout and layout.cp)
+    rows = rank_rows.split_rows(rank.rows, count, rank.work)
     if rows is not rank.rows:
-        rows = small_at_ends(rows, rank.work)
+        rows = rank_rows.small_at_ends(rows, rank.work)
     self.data = data
     self._microbatches = rows
     self._num_padding_microbatches = max(count - len(rows), 0)
@@ -96,7 +91,7 @@ class _RankRows:
             parts = family_parts(
                 token_ids, self.lengths, options.layout, max_tokens, num_rows=least
             )
-        self.rows, count = plan_rank(
+        self.rows, count = rank_rows.plan_rank(
             self.lengths,
             max_tokens,
             layout=options.layout,
@@ -104,4 +99,4 @@ class _RankRows:
             colocate_ids=parts,
             patches=patches,
         )
-        self.need = Need(count, self.lengths.size, int(self.lengths.max()))
+        self.need = rank_rows.Need(count, self.lengths.size, int(self.lengths.max()))

@@ -6,25 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megapack.errors import DataError
+from megapack.hosts.shared import rollout_schedule
 from megapack.hosts.shared.loss_tokens import without_empty_samples
 from megapack.hosts.shared.native import Provider
-from megapack.hosts.shared.rollout_schedule import (
-    OPTIONS,
-    Rollouts,
-    Schedule,
-    own_schedule,
-    plan_dynamic,
-    read_settings,
-    with_settings,
-)
 
-configure = OPTIONS.configure
+configure = rollout_schedule.OPTIONS.configure
 
 
 def get_slime_extra_args_provider(add_custom_arguments: Provider | None = None) -> Provider:
     """slime's arguments, and one `--megapack-...` for each option."""
     own = "slime.utils.arguments.get_slime_extra_args_provider"
-    return with_settings(own, add_custom_arguments)
+    return rollout_schedule.with_settings(own, add_custom_arguments)
 
 
 def build_dp_schedule(
@@ -35,7 +27,7 @@ def build_dp_schedule(
     global_batch_size: int,
     rollout_indices: Sequence[Any] | None = None,
     group_indices: Sequence[Any] | None = None,
-) -> Schedule:
+) -> rollout_schedule.Schedule:
     """slime's schedule of one generation's samples.
 
     With `use_dynamic_batch_size` a row holds at most `max_tokens_per_gpu * cp_size` padded tokens;
@@ -67,7 +59,7 @@ def build_dp_schedule(
         ValueError: no prefix of a step's rollouts can be aligned. This error, like the other
             refusals, is an AssertionError too.
     """
-    read_settings(args)
+    rollout_schedule.read_settings(args)
     ids = {"rollout_indices": rollout_indices, "group_indices": group_indices}
     given = {name: values for name, values in ids.items() if values is not None}
     if len(given) != 1:
@@ -77,11 +69,15 @@ def build_dp_schedule(
         )
     if not args.use_dynamic_batch_size:
         sizes = train_parallel_config, total_lengths
-        return own_schedule("slime", args, *sizes, global_batch_size=global_batch_size, **given)
+        return rollout_schedule.own_schedule(
+            "slime", args, *sizes, global_batch_size=global_batch_size, **given
+        )
     ((name, values),) = given.items()
     noun = name.replace("_indices", "s")
-    rollouts = Rollouts.read(values, global_batch_size, noun=noun)
-    return plan_dynamic(args, train_parallel_config, total_lengths, rollouts, host="slime")
+    rollouts = rollout_schedule.Rollouts.read(values, global_batch_size, noun=noun)
+    return rollout_schedule.plan_dynamic(
+        args, train_parallel_config, total_lengths, rollouts, host="slime"
+    )
 
 
 def loss_function(

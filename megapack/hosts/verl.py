@@ -8,28 +8,35 @@ against verl 0.9.1.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from megapack.base.arrays import Ints
+from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, HostAssertionError
 from megapack.hosts import megatron_core, patching
+from megapack.hosts.shared import rank_rows
 from megapack.hosts.shared.families import real_tokens
 from megapack.hosts.shared.images import patches_of
 from megapack.hosts.shared.native import NativeSettings
 from megapack.hosts.shared.options import HostOptions, PlannerOptions
 from megapack.hosts.shared.rank_items import RankItems
-from megapack.hosts.shared.rank_rows import Rows, agree_on_need, log_budget, small_at_ends
+from megapack.hosts.shared.rank_rows import Rows
 from megapack.hosts.shared.tensor_rows import take, take_rows
+from megapack.layout import Layout
+from megapack.policy import Policy
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
 _MODULE = "verl.utils.seqlen_balancing"
+_ENGINE = "verl.workers.engine.megatron.transformer_impl"
 
 # Fields that are set to zero in padding copies: which tokens have a loss.
 _LOSS_MASKS = ("loss_mask", "response_mask")
@@ -148,23 +155,81 @@ def rearrange_micro_batches(
 
     if dp_group is not None and same_micro_num_in_dp:
         settings = f"{max_token_len} {force_group_size} {step} {options}"
-        rank, need = agree_on_need(read, settings, dp_group)
+        rank, need = rank_rows.agree_on_need(read, settings, dp_group)
     else:
         rank = read()
         need = rank.need
     pads = options.light_rank == "pad"
     count = rank.shared_count(need, pads=pads, remedy=", or configure(light_rank='pad')")
-    log_budget("verl", int(max_token_len), options.layout and options.layout.cp)
+    rank_rows.log_budget("verl", int(max_token_len), options.layout and options.layout.cp)
     rows = rank.rows(count)
     # The planner's own rows are already in the order of the pipeline.
     if use_dynamic_bsz_balance and not (options.layout and rows is rank.own):
-        rows = small_at_ends(rows, rank.work)
+        rows = rank_rows.small_at_ends(rows, rank.work)
     indices = rank.samples(rows)
     padding = [rank.samples([[rank.shortest]])[0]] * (count - len(rows))
     micro_batches = _select(batch, indices + padding)
     for micro_batch in micro_batches[len(indices) :]:
         _drop_loss(micro_batch)
     return micro_batches, indices + padding
+
+
+def wide_rows(scheduler: Any, sample_id_seqlens: Sequence[tuple[int, int]]) -> list[Rows]:
+    """Rows over one or several GPUs for verl's dynamic CP, planned for the configured layout.
+
+    The patch `verl_dynamic_cp` puts it into the scheduler of Megatron-Core that verl asks. Every
+    rank has the whole batch and plans it alike; a DP rank of the plan is a GPU of the DPxCP plane.
+
+    Args:
+        sample_id_seqlens: ids and tokens.
+
+    Returns:
+        The ids of each GPU, for each micro-batch; GPUs that share a row have the same.
+
+    Raises:
+        PlanError: a sample over the budget of all GPUs, or too few for the least M.
+    """
+    options = _OPTIONS.current
+    ids, lengths = zip(*sample_id_seqlens, strict=True)
+    policy = Policy(context_parallel="dynamic", oversize="error", unreachable="error")
+    plan = build_dp_schedule(
+        lengths,
+        layout=replace(options.layout or Layout(), dp=scheduler.dp_size * scheduler.cp_size, cp=1),
+        max_tokens_per_gpu=scheduler.max_seqlen_per_dp_cp_rank,
+        policy=rank_rows.for_step(policy, len(ids)),
+        cost=options.cost,
+    )
+    by_row = zip(*plan.steps[0].ranks, strict=True)
+    return [[[ids[i] for i in row.samples] for row in rows] for rows in by_row]
+
+
+def check_dynamic_cp(
+    engine_config: Any, model_config: Any, tf_config: Any = None, batch: Any = None
+) -> None:
+    """verl's own refusals, but for virtual stages, whose counts `wide_rows` plans, and for what a
+    batch says of distillation, which `compute_topk_loss` brings."""
+    own = patching.original(f"{_ENGINE}._check_dcp_unsupported_features")
+    settings = {**vars(engine_config), "virtual_pipeline_model_parallel_size": None}
+    own(SimpleNamespace(**settings), model_config, tf_config)
+
+
+def compute_topk_loss(
+    config: Any, distillation_config: Any, data: Any, student_logits: Any, data_format: str
+) -> Any:
+    """verl's loss of a row against its teacher's top k, which are cut over the row's own GPUs.
+
+    verl cuts them over the job's CP ranks.
+    """
+    from verl.trainer.distillation.megatron import losses
+    from verl.utils.tensordict_utils import get_non_tensor_data
+
+    from megapack.model.replaced import replaced
+
+    own = patching.original("verl.trainer.distillation.losses.compute_topk_loss")
+    size = get_non_tensor_data(data, key="local_cp_size", default=None)
+    cut = partial(losses.preprocess_thd_engine, local_cp_size=size)
+    with replaced(losses, preprocess_thd_engine=cut):
+        return own(config, distillation_config, data, student_logits, data_format)
 
 
 def restore_dynamic_batch(data: torch.Tensor, batch_idx_list: Rows) -> torch.Tensor:

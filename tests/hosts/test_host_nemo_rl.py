@@ -184,7 +184,63 @@ class Model(torch.nn.Module):
 def test_models_that_need_rows_of_one_length_are_refused(
     originals: dict[str, Any], config: dict[str, Any], says: str
 ) -> None:
-    originals["nemo_rl.models.megatron.train.megatron_forward_backward"] = lambda model: "ran"
-    assert nemo_rl.megatron_forward_backward(Model(1, **config)) == "ran"
+    own = {"nemo_rl.models.megatron.train.megatron_forward_backward": lambda *_: "ran"}
+    originals.update(own)
+    assert nemo_rl.megatron_forward_backward(Model(1, **config), iter(())) == "ran"
     with pytest.raises(ConfigError, match=says):
-        nemo_rl.megatron_forward_backward(Model(**config))
+        nemo_rl.megatron_forward_backward(Model(**config), iter(()))
+
+
+@pytest.mark.parametrize("key", ["draft", "router_replay"])
+def test_what_looks_at_one_chunk_is_refused_with_virtual_stages(key: str) -> None:
+    def read(vpp: int | None) -> None:
+        overrides = {"virtual_pipeline_model_parallel_size": vpp}
+        nemo_rl.read_settings(
+            {"megatron_cfg": {"model_overrides": overrides}, key: {"enabled": True}}
+        )
+
+    read(None)
+    with pytest.raises(ConfigError, match=rf"policy.{key} does not run with vpp=2"):
+        read(2)
+    nemo_rl.read_settings({"megatron_cfg": {}, key: None})
+
+
+class Chunk(torch.nn.Linear):
+    """What `OneModel` reads of a chunk in Megatron's DDP."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(1, 1, bias=False)
+        self.config = self.ddp_config = types.SimpleNamespace()
+        self.remove_forward_pre_hook_handles: dict[Any, Any] = {}
+        self.module = torch.nn.Identity()
+        self.called: list[Any] = []
+        vars(self).update(buffers=[number], expert_parallel_buffers=[-number])
+
+    def zero_grad_buffer(self) -> None:
+        self.called.append("zero")
+
+    def enable_forward_pre_hook(self) -> None:
+        self.called.append("enable")
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        self.called.append(param_sync)
+
+
+def test_one_model_is_all_chunks_of_a_rank() -> None:
+    from megapack.hosts.shared.chunks import OneModel, in_lists
+
+    chunks = [Chunk(1), Chunk(2)]
+    model = OneModel(list(chunks))
+    assert in_lists([model]) == in_lists(chunks) == in_lists(model) == chunks
+    assert in_lists(chunks[0]) == chunks[:1]
+    model.zero_grad_buffer()
+    model.disable_forward_pre_hook(param_sync=False)
+    assert [chunk.called for chunk in chunks] == [["zero", False]] * 2
+    assert (model.buffers, model.expert_parallel_buffers) == ([1, 2], [-1, -2])
+    assert model.state_dict().keys() == {"0.weight", "1.weight"}
+    assert model.module is chunks[0].module
+    assert len(list(model.parameters())) == 2
+    assert not model.eval().chunks[1].training
+    for call in (model, model.no_sync):
+        with pytest.raises(ConfigError, match="2 chunks run in Megatron's schedule only"):
+            call()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -207,3 +208,40 @@ def test_a_layout_makes_legal_counts_and_counts_alignment() -> None:
 def test_bad_verl_options_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         verl.configure(**options)
+
+
+def test_wide_rows_hold_every_sample_once_on_aligned_gpus() -> None:
+    """As verl checks the answers of Megatron-Core's scheduler: every GPU has a row each time."""
+    lengths = [40, 31, 25, 22, 20, 18, 17, 15, 14, 12, 11, 9, 8, 7, 6, 5]
+    scheduler = SimpleNamespace(dp_size=2, cp_size=2, max_seqlen_per_dp_cp_rank=24)
+    verl.configure(layout=Layout(dp=2, cp=2, pp=2, vpp=2))
+    rows = verl.wide_rows(scheduler, list(enumerate(lengths)))
+    assert Layout(pp=2, vpp=2).is_legal_count(len(rows))
+    found = []
+    for gpus in rows:
+        assert len(gpus) == 4
+        members: dict[tuple[int, ...], list[int]] = {}
+        for gpu, samples in enumerate(gpus):
+            assert samples
+            members.setdefault(tuple(samples), []).append(gpu)
+        for samples_of_row, own in members.items():
+            width = len(own)
+            assert own == list(range(own[0], own[0] + width))
+            assert own[0] % width == 0
+            assert sum(lengths[i] for i in samples_of_row) <= 24 * width
+            found += samples_of_row
+    assert sorted(found) == list(range(len(lengths)))
+
+
+def test_dynamic_cp_refuses_what_verl_does_but_for_what_it_brings(
+    originals: dict[str, Any],
+) -> None:
+    seen = []
+    name = "verl.workers.engine.megatron.transformer_impl._check_dcp_unsupported_features"
+    originals[name] = lambda *arguments: seen.append(arguments)
+    engine = SimpleNamespace(virtual_pipeline_model_parallel_size=2, pad_to_length=True)
+    verl.check_dynamic_cp(engine, "model", "transformer", batch="distillation")
+    ((given, *others),) = seen
+    assert vars(given) == {"virtual_pipeline_model_parallel_size": None, "pad_to_length": True}
+    assert others == ["model", "transformer"]
+    assert engine.virtual_pipeline_model_parallel_size == 2

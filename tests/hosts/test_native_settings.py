@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,8 @@ import pytest
 
 from megapack import CostModel, Layout, patching
 from megapack.errors import ConfigError, PatchError
-from megapack.hosts import megatron_core, nemo_rl, slime, verl
-from megapack.hosts.shared.rollout_schedule import SETTINGS, read_settings
+from megapack.hosts import megatron_core, nemo_rl, verl
+from megapack.hosts.shared.rollout_schedule import OPTIONS, SETTINGS, read_settings
 from tests.hosts.stub import Host
 
 pytestmark = pytest.mark.hosts
@@ -61,8 +62,8 @@ def test_a_block_is_refused_in_one_line(read: Any, block: Any, says: str) -> Non
 def test_arguments_of_the_host_are_settings_too() -> None:
     """slime's `--custom-config-path` sets attributes without its parser."""
     read_settings(SimpleNamespace(megapack_count_rule="legal", megapack_share_prefixes=True))
-    assert slime.OPTIONS.current.count_rule == "legal"
-    assert slime.OPTIONS.current.share_prefixes
+    assert OPTIONS.current.count_rule == "legal"
+    assert OPTIONS.current.share_prefixes
     assert megatron_core.OPTIONS.current.share_prefixes
     with pytest.raises(ConfigError, match=r"unknown key count_rul; did you mean count_rule\?"):
         read_settings(SimpleNamespace(megapack_count_rul="legal"))
@@ -110,6 +111,31 @@ def test_a_function_tells_its_argument_and_stays(
         host.load("stubhost.trainer").pack()
     patching.revert(host.patches)
     assert host.load("stubhost.trainer").pack is pack
+
+
+def test_what_a_reader_returns_takes_the_place_of_the_argument(
+    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def twice(text: str) -> str:
+        return text * 2
+
+    twice.__module__ = "megapack.hosts.stub"
+    monkeypatch.setattr(sys.modules["megapack.hosts.stub"], "pack", twice)
+    file = tmp_path / "other.yaml"
+    file.write_text(
+        "host: other\nseen: here\npatches:\n  - target: textwrap:dedent\n    argument: text\n"
+        "    replacement: megapack.hosts.stub:pack\n    why: a test\n"
+    )
+    patching.apply(str(file))
+    try:
+        assert [textwrap.dedent("a"), textwrap.dedent(text="b"), textwrap.dedent("")] == [
+            "aa",
+            "bb",
+            "",
+        ]
+    finally:
+        patching.revert(str(file))
+    assert textwrap.dedent("a") == "a"
 
 
 def test_a_function_without_the_argument_is_refused(host: Host) -> None:

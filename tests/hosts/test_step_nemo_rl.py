@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.steps.job import Report, assert_shared, run_step
+from tests.hosts.steps.job import Report, assert_same_tensors, assert_shared, run_step
 from tests.hosts.steps.mamba import needs_mamba
 
 pytestmark = [pytest.mark.hosts, pytest.mark.host_steps]
@@ -98,6 +98,38 @@ def test_a_draft_model_is_refused_with_shared_prefixes(tmp_path: Path) -> None:
             patches=OURS,
             case="prompts_shared_draft",
         )
+
+
+@pytest.mark.parametrize("case", ["", "temperature"])
+def test_virtual_stages_train_as_one_sample_at_a_time(tmp_path: Path, case: str) -> None:
+    """Its log-prob pass, step and reference model; the worker checks what Bridge is given."""
+    alone = run_step("nemo_rl", tmp_path / "a", layout="", world=1, case=f"{case}alone")
+    stages = run_step("nemo_rl", tmp_path / "p", layout="pp=2", world=2, case=case, patches=OURS)
+    virtual = run_step(
+        "nemo_rl",
+        tmp_path / "v",
+        layout="pp=2,vpp=2",
+        world=2,
+        case=case,
+        patches=("nemo_rl", "nemo_rl_vpp"),
+    )
+    for ranks in (stages, virtual):
+        assert_same_training(ranks, alone[0])
+        assert_same_tensors(ranks, alone, gradients=1e-6, weights=2e-4)
+        assert sums_of_samples(ranks)[::2] == pytest.approx(sums_of_samples(alone), abs=2e-3)
+    assert all(rank.num_shape_exchanges == 0 for rank in virtual)
+
+
+def test_stages_of_nemo_rl_divide_hidden_states_by_the_temperature(tmp_path: Path) -> None:
+    """Without nemo_rl_rows."""
+    alone = run_step("nemo_rl", tmp_path / "a", layout="", world=1, case="temperature")
+    stages = run_step("nemo_rl", tmp_path / "p", layout="pp=2", world=2, case="temperature")
+    assert abs(stages[0].losses[0] - alone[0].losses[0]) > 0.05
+
+
+def test_without_the_patch_nemo_rl_has_no_virtual_stages(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="object is not subscriptable"):
+        run(tmp_path, "pp=2,vpp=2", OURS)
 
 
 @needs_mamba

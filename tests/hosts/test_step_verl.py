@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from megatron.core import parallel_state
 
 from tests.hosts.steps import images
-from tests.hosts.steps.job import Report, assert_shared, run_step
+from tests.hosts.steps.job import (
+    Report,
+    assert_same_tensors,
+    assert_shared,
+    parse_layout,
+    run_step,
+)
 from tests.hosts.steps.mamba import needs_mamba
 from tests.hosts.steps.verl import REQUIREMENTS
 from tests.marks import KERNELS, needs_te
@@ -173,6 +181,69 @@ def test_levels_of_deepstack_are_right_with_the_patch(
     wanted = alone_with_images.more["tower_gradients"]
     images.assert_same_gradients(report.more["tower_gradients"], wanted, rel=1e-5)
     assert report.grad_norms == pytest.approx(alone_with_images.grad_norms, rel=1e-5)
+
+
+needs_dynamic_cp = pytest.mark.skipif(
+    "dynamic_context_parallel"
+    not in inspect.signature(parallel_state.initialize_model_parallel).parameters,
+    reason="Megatron-Core's dev branch has the groups of verl's dynamic CP",
+)
+
+
+def with_dynamic_cp(
+    folder: Path, layout: str, patches: Sequence[str], case: str = "dynamic_cp"
+) -> list[Report]:
+    place = folder / f"{case}_{layout}{len(patches)}"
+    world = parse_layout(layout).world_size
+    return run_step(
+        "verl",
+        place,
+        layout=layout,
+        world=world,
+        patches=patches,
+        case=case,
+        te=VERSION,
+        timeout_s=600,
+    )
+
+
+@needs_te
+@needs_dynamic_cp
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2,pp=2", "dp=2,pp=2,vpp=2"])
+@pytest.mark.parametrize("case", ["dynamic_cp", "distillation_dynamic_cp"])
+def test_planned_rows_of_dynamic_cp_train_as_one_sample_at_a_time(
+    layout: str, case: str, folder: Path
+) -> None:
+    """Rows over two GPUs and over one, in verl main's own step with its own dynamic CP."""
+    of_one = "distillation_alone" if "distillation" in case else "text_alone"
+    alone = with_dynamic_cp(folder, "", (), of_one)
+    reports = with_dynamic_cp(folder, layout, ("verl", "verl_dynamic_cp"), case)
+    (found,) = (report for report in reports if report.grad_norms)
+    assert found.losses == pytest.approx(alone[0].losses, abs=1e-5)
+    assert found.grad_norms == pytest.approx(alone[0].grad_norms, rel=1e-4)
+    assert reports[0].logprobs[0] == pytest.approx(alone[0].logprobs[0], abs=1e-5)
+    assert_same_tensors(reports, alone, gradients=5e-6, weights=3e-4)
+    assert all(report.num_shape_exchanges == 0 for report in reports)
+    # A row over both GPUs is longer than one holds.
+    assert max(reports[0].row_tokens[0]) > 24
+
+
+@needs_te
+@needs_dynamic_cp
+@pytest.mark.parametrize(
+    ("layout", "case", "patches", "says"),
+    [
+        ("dp=2,pp=2,vpp=2", "dynamic_cp", (), "virtual pipeline parallelism"),
+        ("dp=2", "distillation_dynamic_cp", (), "distillation"),
+        ("dp=2", "images_dynamic_cp", (), "multimodal models"),
+        ("dp=2", "images_dynamic_cp", ("verl", "verl_dynamic_cp"), "multimodal models"),
+    ],
+)
+def test_what_is_refused_with_dynamic_cp(
+    layout: str, case: str, patches: Sequence[str], says: str, folder: Path
+) -> None:
+    with pytest.raises(AssertionError, match=f"Dynamic CP does not support {says}"):
+        with_dynamic_cp(folder, layout, patches, case)
 
 
 @needs_mamba

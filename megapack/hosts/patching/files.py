@@ -34,7 +34,8 @@ class Replacement:
     compared, annotations are not; the default `...` matches any default."""
     argument: str | None = None
     """In place of signatures, a parameter of the target, such as the host's config: the target
-    stays, and the replacement is called with this argument before each of its calls."""
+    stays, and the replacement is called with this argument before each of its calls. What it
+    returns, if anything, takes the argument's place."""
     replacement: str
     """`module:name` below megapack.hosts."""
     why: str

@@ -249,16 +249,19 @@ def _hosts_own(value: Any) -> Any:
     return next(originals, value)
 
 
-def _reading(original: Any, argument: str, read: Callable[[Any], None]) -> Any:
-    """The host's function, which calls `read` with one of its arguments first, if it is given."""
+def _reading(original: Any, argument: str, read: Callable[[Any], Any]) -> Any:
+    """The host's function, which calls `read` with one of its arguments first, if it is given.
+
+    What `read` returns, if anything, takes the argument's place.
+    """
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        if argument in given:
-            read(given[argument])
-        return original(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        if argument in given.arguments:
+            given.arguments[argument] = read(given.arguments[argument]) or given.arguments[argument]
+        return original(*given.args, **given.kwargs)
 
     return call
 

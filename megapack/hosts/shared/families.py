@@ -16,13 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megapack.base.arrays import Ints
-from megapack.cost.model import CostModel
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import PlanError
-from megapack.images import Images
 from megapack.layout import Layout
 from megapack.plan.plan import Plan
-from megapack.policy import Policy
 from megapack.prefixes import SharedPrefixes, worthwhile
 
 if TYPE_CHECKING:
@@ -134,11 +131,12 @@ def plan_families(
     *,
     layout: Layout,
     max_tokens_per_gpu: int,
-    cost: CostModel | None,
-    policy: Policy,
-    images: Sequence[Images] | None = None,
+    **settings: Any,
 ) -> Plan | None:
     """A plan for all ranks with the parts of families in one row each.
+
+    Args:
+        settings: others of `build_dp_schedule`.
 
     Returns:
         None if no samples share anything, or parts of families fill no step as it must be.
@@ -162,8 +160,6 @@ def plan_families(
             rollout_ids=step_of,
             colocate_ids=parts,
             global_batch_size=1,
-            images=images,
-            cost=cost,
-            policy=policy,
+            **settings,
         )
     return None

@@ -92,10 +92,8 @@ def with_settings(own: str, add_custom_arguments: Provider | None) -> Provider:
 
 def own_schedule(host: str, *args: Any, **ids: Any) -> Schedule:
     """The host's own schedule, which it makes without dynamic batches."""
-    schedule: Schedule = patching.original(f"{host}.utils.dp_schedule.build_dp_schedule")(
-        *args, **ids
-    )
-    return schedule
+    own = patching.original(f"{host}.utils.dp_schedule.build_dp_schedule")
+    return own(*args, **ids)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import sys
 import threading
@@ -137,6 +138,48 @@ def assert_shared(reports: Sequence[Report]) -> None:
     for report in reports:
         host_tokens = sum(map(sum, report.row_tokens))
         assert 0.5 * host_tokens < report.more["layer_tokens"] < 0.97 * host_tokens
+
+
+def watch_gradients(report: Report, optimizer: Any, chunks: Sequence[Any]) -> None:
+    """From here on, note every trained parameter's gradient of the optimizer's first step in
+    `more["gradients"]`, before it is clipped."""
+    step = optimizer.step
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        report.more.setdefault("gradients", tensors(chunks, lambda param: param.main_grad))
+        return step(*args, **kwargs)
+
+    optimizer.step = noted
+
+
+def tensors(chunks: Sequence[Any], value: Callable[[Any], Any]) -> dict[str, list[float]]:
+    """A tensor of each trained parameter, by its name in the whole model."""
+    from megapack.model.parameters import global_parameters
+
+    named = [pair for chunk in chunks for pair in global_parameters(chunk)]
+    return {
+        name: value(param).detach().flatten().tolist()
+        for name, param in named
+        if param.requires_grad
+    }
+
+
+def assert_same_tensors(
+    reports: Sequence[Report], alone: Sequence[Report], *, gradients: float, weights: float
+) -> None:
+    """`more["gradients"]` and `more["weights"]` of all ranks are those of other reports.
+
+    Args:
+        gradients, weights: the largest error that is allowed, relative to a tensor's norm.
+    """
+    for name, most in (("gradients", gradients), ("weights", weights)):
+        found, wanted = (
+            {key: value for report in own for key, value in report.more[name].items()}
+            for own in (reports, alone)
+        )
+        assert found.keys() == wanted.keys()
+        for key, want in wanted.items():
+            assert math.dist(found[key], want) < most * math.hypot(*want), (name, key)
 
 
 def count_shape_exchanges(report: Report) -> None:

@@ -29,7 +29,9 @@ from tests.hosts.steps.job import (
     count_shape_exchanges,
     import_host,
     parse_arguments,
+    tensors,
     timed,
+    watch_gradients,
     write,
 )
 from tests.hosts.steps.mamba import Told, mamba_chunks
@@ -39,6 +41,7 @@ from tools.hosting.sources import installed
 
 NUM_SAMPLES = 16
 BUDGET = 90
+TOP = 8
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,10 @@ class Case:
     common_prompts: bool = False
     lora: bool = False
     images: bool = False
+    dynamic_cp: int = 0
+    """Tokens per GPU under verl's dynamic CP; 0 for none."""
+    distillation: bool = False
+    """The loss is verl's forward KL to a teacher's top tokens."""
     alone: bool = False
     """Each sample is a micro-batch."""
 
@@ -67,7 +74,13 @@ CASES = {
     "prompts_shared": Case(common_prompts=True),
     "lora": Case(lora=True),
     "images": Case(images=True),
+    "images_dynamic_cp": Case(images=True, dynamic_cp=24),
     "images_alone": Case(images=True, alone=True),
+    "dynamic_cp": Case(dynamic_cp=24),
+    "distillation": Case(distillation=True),
+    "distillation_dynamic_cp": Case(distillation=True, dynamic_cp=24),
+    "distillation_alone": Case(distillation=True, alone=True),
+    "text_alone": Case(alone=True),
     "mamba": Case(mamba=True),
     "mamba_whole": Case(budget=4000, mamba=True),
 }
@@ -115,6 +128,8 @@ def make_engine(layout: Layout, case: Case) -> Any:
         def _build_megatron_module(self) -> Any:
             model_parallel_cuda_manual_seed(problem.SEED)
             settings = bridge_settings(layout)
+            # verl sets it with dynamic CP.
+            settings["calculate_per_token_loss"] = bool(case.dynamic_cp)
             adapt = self._adapt if case.lora else None
             if case.images:
                 chunks = images.image_chunks(layout, settings, images.make_bridge_model)
@@ -159,6 +174,7 @@ def make_engine(layout: Layout, case: Case) -> Any:
             use_distributed_optimizer=False,
             use_dynamic_bsz=not case.alone,
             max_token_len_per_gpu=case.budget // layout.cp,
+            **dynamic_cp(case),
         ),
         optimizer_config=McoreOptimizerConfig(
             lr=1e-2, clip_grad=1.0, weight_decay=0.0, total_training_steps=100
@@ -167,6 +183,17 @@ def make_engine(layout: Layout, case: Case) -> Any:
     )
     engine.initialize()
     return engine
+
+
+def dynamic_cp(case: Case) -> dict[str, Any]:
+    """verl main's keys of dynamic CP; releases do not have them."""
+    if not case.dynamic_cp:
+        return {}
+    return {
+        "dynamic_context_parallel": True,
+        "max_seqlen_per_dp_cp_rank": case.dynamic_cp,
+        "use_remove_padding": True,
+    }
 
 
 def make_batch(samples: list[Sample], dp_rank: int, dp_size: int) -> Any:
@@ -202,6 +229,29 @@ def make_batch(samples: list[Sample], dp_rank: int, dp_size: int) -> Any:
     return batch
 
 
+def distillation_loss(actor: Any, batch: Any) -> Any:
+    """verl's loss, and in the batch a teacher's `TOP` tokens at each position."""
+    from verl.trainer.distillation.losses import distillation_ppo_loss
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.config.distillation import DistillationConfig, DistillationLossConfig
+
+    ids, values = [], []
+    for tokens in batch["input_ids"].unbind():
+        generator = torch.Generator().manual_seed(int(tokens.sum()))
+        logits_TV = torch.randn(len(tokens), problem.VOCAB_SIZE, generator=generator)
+        best = logits_TV.log_softmax(-1).topk(TOP)
+        ids.append(best.indices)
+        values.append(best.values)
+    batch["teacher_ids"], batch["teacher_logprobs"] = nested(ids), nested(values)
+    tu.assign_non_tensor(batch, distillation_use_topk=True, distillation_only=True)
+    loss = DistillationLossConfig(
+        loss_mode="forward_kl_topk", topk=TOP, use_task_rewards=False, use_policy_gradient=False
+    )
+    return functools.partial(
+        distillation_ppo_loss, actor, DistillationConfig(distillation_loss=loss)
+    )
+
+
 def nested(values: list[Tensor]) -> Tensor:
     return torch.nested.as_nested_tensor(values, layout=torch.jagged)
 
@@ -219,11 +269,16 @@ def log_probs(engine: Any, batch: Any) -> list[Tensor]:
     with engine.eval_mode():
         output = engine.infer_batch(copy_of(batch, engine), loss_function=None)
     found: list[Any] = [None]
-    if output:
+    if output and output["model_output"]:
         values = output["model_output"]["log_probs"].unbind()
         sizes = [(len(p), len(r)) for p, r in _pairs(batch)]
         # The log-prob of a token is at the position before it.
         found = [[v[p - 1 : p + r - 1] for v, (p, r) in zip(values, sizes, strict=True)]]
+    if engine.get_data_parallel_size() < parallel_state.get_data_parallel_world_size():
+        # Under dynamic CP one rank has those of all.
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, found[0])
+        return list(next(filter(None, everywhere)))
     group = parallel_state.get_pipeline_model_parallel_group()
     dist.broadcast_object_list(
         found, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group
@@ -271,7 +326,14 @@ def main() -> None:
     if case.images:
         images.import_bridge_model()
     import_verl()
+    # Megatron names the GPU of its barriers, and gloo has none.
+    barrier = dist.barrier
+    dist.barrier = lambda group=None, **_: barrier(group)
     patching.apply(*arguments.patches)
+    if "verl_dynamic_cp" in arguments.patches:
+        from megapack.hosts import verl
+
+        verl.configure(layout=arguments.layout)
     from verl.workers.config import ActorConfig
     from verl.workers.utils.losses import ppo_loss
 
@@ -288,8 +350,13 @@ def main() -> None:
     if case.lora:
         with engine.disable_adapter():
             report.more["reference_logprobs"] = torch.cat(log_probs(engine, batch)).tolist()
+    trained = batch.copy()
+    loss = functools.partial(ppo_loss, actor)
+    if case.distillation:
+        loss = distillation_loss(actor, trained)
     watch_rows(engine, report)
     count_layer_tokens(report, engine.module[0])
+    watch_gradients(report, engine.optimizer, engine.module)
     adapters.watch(report, engine.optimizer, engine.module)
     if case.images:
         images.watch_tower(report, engine.optimizer, engine.module)
@@ -299,15 +366,14 @@ def main() -> None:
         with engine.train_mode():
             output = timed(
                 report,
-                lambda: engine.train_batch(
-                    copy_of(batch, engine), functools.partial(ppo_loss, actor)
-                ),
+                lambda: engine.train_batch(copy_of(trained, engine), loss),
             )
         engine.lr_scheduler_step()
         note(report, output)
         report.logprobs.append(torch.cat(log_probs(engine, batch)).tolist())
     params = [p for chunk in engine.module for p in chunk.parameters()]
     report.params_sum = sum(float(p.detach().double().abs().sum()) for p in params)
+    report.more["weights"] = tensors(engine.module, lambda param: param)
     write(report, arguments.folder)
     launch.stop()
 
@@ -316,7 +382,9 @@ def note(report: Report, output: Any) -> None:
     """What verl reports of a step, on the ranks where it does."""
     if not output:
         return
-    report.losses.append(float(output["metrics"]["actor/pg_loss"].aggregate()))
+    metrics = output["metrics"]
+    name = "actor/pg_loss" if "actor/pg_loss" in metrics else "distillation/loss"
+    report.losses.append(float(metrics[name].aggregate()))
     report.num_microbatches.append(len(output["loss"]))
     if "grad_norm" in output["metrics"]:
         report.grad_norms.append(float(output["metrics"]["grad_norm"]))

@@ -74,6 +74,7 @@ MEGATRON = [
     "hosts.megatron_lm",
     "hosts.nemo_rl",
     "hosts.roll",
+    "hosts.shared.chunks",
 ]
 
 # Modules that read or write what transformers reads, with it, or build its towers. In rooms without
