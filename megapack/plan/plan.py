@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megapack.base.arrays import read_budget
+from megapack.base.arrays import Ints, read_budget
 from megapack.errors import PlanError
 from megapack.layout import Layout
 from megapack.plan.explanation import Explanation
@@ -247,12 +247,11 @@ class Plan:
         # Divided at last, as the peak that is compared with it is: 11 / 3 * 100 is below 1100 / 3.
         return (held + layout.vpp * over / layout.cp) / layout.vpp
 
-    @cached_property
-    def prefix_table(self) -> PrefixTable | None:
+    def prefix_table(self, lengths: Sequence[int] | Ints) -> PrefixTable | None:
         """`prefixes` on the layout; None if nothing is shared. They must fit the lengths."""
         if self.prefixes is None:
             return None
-        return PrefixTable(self.prefixes, self.num_samples, self.layout)
+        return PrefixTable(self.prefixes, lengths, self.layout)
 
     @property
     def capacity(self) -> int | None:

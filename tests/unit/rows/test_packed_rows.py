@@ -54,7 +54,7 @@ def shared_row(
     tokens = tokens or [[5, 6, 7], [5, 6, 8]]
     data = kwargs.pop("data", None) or SampleBatch(tokens)
     layout = kwargs.pop("layout", Layout())
-    table = PrefixTable(SharedPrefixes.from_samples(tokens), len(tokens), layout)
+    table = PrefixTable(SharedPrefixes.from_samples(tokens), data.lengths, layout)
     samples = order or tuple(range(len(tokens)))
     num_tokens = sum(map(len, tokens))
     held = sum(branch.tokens for branch in branches_of(samples, tokens, layout, table))
