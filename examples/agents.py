@@ -164,13 +164,13 @@ def train(layout: Layout, *, share: bool = True, **limits: Any) -> None:
         batch.set_field("old_logprobs", adapter.forward(plan, batch)["logprobs"])
         chunks[0].zero_grad_buffer()
         optimizer.zero_grad()
-        result = adapter.step(plan, batch, objective=GRPO(), weighting="rollout-mean")
+        adapter.step(plan, batch, objective=GRPO(), weighting="rollout-mean")
         _, norm, _ = optimizer.step()
         if dist.get_rank() == 0:
             held = plan.counts.tokens - plan.counts.shared_tokens
             print(
                 f"{len(set(rollout_ids))} rollouts, {len(turns)} turns: rows hold {held} of "
-                f"{plan.counts.tokens} tokens; loss {result.loss:.4f}, norm {norm:.3f}",
+                f"{plan.counts.tokens} tokens; norm {norm:.3f}",
                 flush=True,
             )
 

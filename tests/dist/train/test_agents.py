@@ -16,12 +16,13 @@ import torch
 
 from tests.dist.spawn import ROOT, run_job
 from tests.dist.train.agents_worker import load_example
+from tests.shown_outputs import difference, shown_outputs
 
 pytestmark = pytest.mark.dist
 
 ALONE = {"layout": {}, "share": False, "micro_batch_size": 1}
 WAYS: dict[str, dict[str, Any]] = {
-    "shared": {"layout": {"dp": 2, "pp": 2}, "max_tokens_per_gpu": 256},
+    "shared": {"layout": {"dp": 2, "pp": 2}, "max_tokens_per_gpu": 512},
     "in_pieces": {
         "layout": {"dp": 2, "pp": 2},
         "max_tokens_per_gpu": 96,
@@ -63,6 +64,10 @@ def test_weights_of_the_example_are_those_of_one_sample_at_a_time(
     rollouts = re.findall(r"(\d+) rollouts, (\d+) turns: rows hold (\d+) of (\d+)", output)
     assert [int(step[0]) for step in rollouts] == [8, 8, 4]
     assert all(int(held) < int(tokens) / 1.5 for *_, held, tokens in rollouts)
+    if way == "shared":
+        (shown,) = shown_outputs("docs/agents.md")
+        printed = [line for line in output.splitlines() if " turns: rows hold " in line]
+        assert difference(shown.output, "\n".join(printed)) is None
     assert (found["pieces"] > 0) == (way == "in_pieces")
 
 
