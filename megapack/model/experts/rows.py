@@ -233,8 +233,8 @@ def balance_loss(scores_tE: Tensor, chosen_tE: Tensor, row: RoutingRow, top_k: i
 def sample_counts(chosen_tE: Tensor, row: RoutingRow, dtype: torch.dtype) -> Tensor:
     """How often each sample's tokens in the whole row choose each expert, [S, E].
 
-    The ranks of the row's groups exchange their counts: of samples, since a row has at least as
-    many branches.
+    The ranks of the row's groups exchange their counts: of samples, of which a row hardly ever has
+    more than branches.
     """
     num_experts = chosen_tE.shape[1]
     device = chosen_tE.device
