@@ -309,6 +309,7 @@ def count_steps(steps: Sequence[StepPlan]) -> Counts:
         num_rows=num_rows,
         num_padding_rows=len(microbatches) - num_rows,
         num_samples=sum(len(mb.begun_samples) for mb in microbatches),
+        num_rollouts=sum(len(step.kept_rollouts) for step in steps),
         num_dropped_rollouts=sum(len(step.dropped_rollouts) for step in steps),
         tokens=sum(mb.tokens for mb in microbatches),
         row_tokens=sum(mb.row_tokens for mb in microbatches),

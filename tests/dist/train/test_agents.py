@@ -112,6 +112,7 @@ def test_steps_of_the_main_job_are_those_of_one_sample_at_a_time(tmp_path: Path)
     assert len(lines["alone"]) == len(lines["shared"]) == 4
     for one, other in zip(lines["shared"], lines["alone"], strict=True):
         assert one["num_samples"] == other["num_samples"]
+        assert one["num_rollouts"] == other["num_rollouts"] == 4
         assert 2 * one["shared_tokens"] > one["tokens"]
         for key in ("loss", "grad_norm", "ratio", "entropy_nats"):
             assert one[key] == pytest.approx(other[key], rel=2e-5, abs=2e-6), key
