@@ -83,7 +83,7 @@ class Packer:
             checks.check_reduction(config, chunks, layout)
         call.check(self._head)
         table = call.plan.prefix_table(call.batch.lengths)
-        rows = [self._packed(call, microbatch, table) for microbatch in call.rows(self._dp_rank)]
+        rows = [self._packed(call, mb, table) for mb in call.rows(self._dp_rank)]
         rows = runner.routing.with_routing(rows, call.routing, record=call.record_routing)
         return Packed(rows, self._images(call))
 
@@ -97,13 +97,11 @@ class Packer:
             )
         return ahead.prepare(call.step_plan, call.batch)
 
-    def _packed(
-        self, call: StepCall, microbatch: MicroBatch, table: PrefixTable | None
-    ) -> PackedRow:
+    def _packed(self, call: StepCall, mb: MicroBatch, table: PrefixTable | None) -> PackedRow:
         plan = call.plan
         row = pack_row(
             call.batch,
-            microbatch,
+            mb,
             plan.layout,
             call.sample_weights,
             call.field_names,
@@ -112,4 +110,4 @@ class Packer:
             table,
             num_depths(self._runner.config),
         )
-        return slice_row(row, *self._runner.row_groups.slice_of(microbatch, self._dp_rank))
+        return slice_row(row, *self._runner.row_groups.slice_of(mb, self._dp_rank))
