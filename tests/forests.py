@@ -84,7 +84,7 @@ def forest(samples: list[list[int]], cp: int = 1) -> Forest:
     layout = Layout(dp=1, cp=cp)
     lengths = [len(sample) for sample in samples]
     prefixes = SharedPrefixes.from_samples(samples)
-    table = PrefixTable(prefixes, len(samples), layout)
+    table = PrefixTable(prefixes, lengths, layout)
     branches = tuple(row_branches(range(len(samples)), lengths, layout, table))
     spans = [branch.tokens for branch in branches]
     spans += [units * layout.sample_alignment for units in DUMMY_UNITS]

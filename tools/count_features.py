@@ -43,7 +43,7 @@ class Feature(NamedTuple):
 ROW_FEATURES = {
     "shared prefixes": Feature(
         "prefixes prefix_table share_prefixes shares_prefixes shared_tokens shared_fraction "
-        "num_shared families",
+        "families sequences",
         "prefixes/ planner/families plan/checks/prefixes",
     ),
     "wide rows": Feature(

@@ -328,7 +328,7 @@ def _equal_work_seconds(plan: Plan, step: StepPlan, lengths: Ints, cost: CostMod
     samples = np.array(step.kept_samples, dtype=np.int64)
     kept = lengths[samples]
     # What one row with all of the step's samples saves: no plan saves more.
-    table = plan.prefix_table
+    table = plan.prefix_table(lengths)
     saved = (0, 0) if table is None else table.saved_in_row(samples)
     work = cost.forward_seconds(
         layout,

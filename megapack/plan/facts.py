@@ -29,6 +29,8 @@ class Counts:
     """Micro-batches without samples."""
     num_samples: int
     """Samples that the steps train on."""
+    num_rollouts: int
+    """Rollouts that the steps train on."""
     num_dropped_rollouts: int
     """Rollouts that unreachable="drop" left out."""
     tokens: int
@@ -142,6 +144,7 @@ _FACTS = (
     Fact("num_rows", column="rows"),
     Fact("num_padding_rows", metric="num_padding_microbatches"),
     Fact("num_samples", metric="num_samples"),
+    Fact("num_rollouts", metric="num_rollouts"),
     Fact("num_dropped_rollouts", metric="num_dropped_rollouts"),
     Fact("tokens", metric="tokens"),
     Fact("packing_efficiency", metric="packing_efficiency"),

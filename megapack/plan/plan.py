@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megapack.base.arrays import read_budget
+from megapack.base.arrays import Ints, read_budget
 from megapack.errors import PlanError
 from megapack.layout import Layout
 from megapack.plan.explanation import Explanation
@@ -249,12 +249,11 @@ class Plan:
         # Divided at last, as the peak that is compared with it is: 11 / 3 * 100 is below 1100 / 3.
         return (held + layout.vpp * over / layout.cp) / layout.vpp
 
-    @cached_property
-    def prefix_table(self) -> PrefixTable | None:
+    def prefix_table(self, lengths: Sequence[int] | Ints) -> PrefixTable | None:
         """`prefixes` on the layout; None if nothing is shared. They must fit the lengths."""
         if self.prefixes is None:
             return None
-        return PrefixTable(self.prefixes, self.num_samples, self.layout)
+        return PrefixTable(self.prefixes, lengths, self.layout)
 
     @property
     def capacity(self) -> int | None:
@@ -313,6 +312,7 @@ def count_steps(steps: Sequence[StepPlan]) -> Counts:
         num_rows=num_rows,
         num_padding_rows=len(microbatches) - num_rows,
         num_samples=sum(len(mb.begun_samples) for mb in microbatches),
+        num_rollouts=sum(len(step.kept_rollouts) for step in steps),
         num_dropped_rollouts=sum(len(step.dropped_rollouts) for step in steps),
         tokens=sum(mb.tokens for mb in microbatches),
         row_tokens=sum(mb.row_tokens for mb in microbatches),

@@ -102,8 +102,8 @@ class Batch:
             return None
         if self.adapter_ids is not None:
             prefixes = prefixes.apart(self.adapter_of)
-        kept = worthwhile(prefixes, layout.aligned_sample_tokens(self.lengths), layout)
-        return PrefixTable(kept, self.lengths.size, layout) if kept.order else None
+        kept = worthwhile(prefixes, self.lengths, layout)
+        return PrefixTable(kept, self.lengths, layout) if kept.order else None
 
     def item_tokens(self, layout: Layout, table: PrefixTable | None, width: int) -> Ints:
         """int64 [I]: padded tokens of each item in a row over `width` DP ranks. A colocated set is

@@ -381,7 +381,8 @@ def _family_chains(items: Items, members: Ints, depth: int, rows: int) -> Iterat
 
     lengths = items.step.lengths[items.take(members).samples]
     own_tokens = items.step.layout.aligned_sample_tokens(lengths) - depth
-    if int(own_tokens.max()) > room:
+    # A sample that ends where the family is cut has no second piece.
+    if int(own_tokens.max()) > room or int(own_tokens.min()) < 1:
         return
     num_chains = -(-int(own_tokens.sum()) // ((rows - 1) * room))
     while True:

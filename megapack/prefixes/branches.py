@@ -4,11 +4,16 @@ its last.
 Without shared prefixes, each sample is one branch. With them, a tree of samples becomes branches in
 depth-first order: a prefix is followed by all branches that begin with it. So the tokens that
 attend to a branch, besides its own, are one run right after it.
+
+Where a sample ends and another goes on, nothing parts: the sample has no tokens of its own, and
+layers run the branches before and after its end as one sequence. So the turns of an agent, each of
+which begins with all that was said before, are one sequence with a branch for each turn.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -35,7 +40,7 @@ class Branch:
     start: int
     """Its first position in the row."""
     tokens: int
-    """Its positions, alignment padding included; only a branch at the end of a sample has any."""
+    """Its positions, alignment padding included, which only the end of a sequence has."""
     offset: int
     """Positions of its samples before it."""
     parent: int
@@ -69,13 +74,21 @@ def row_branches(
 
     >>> from megapack.prefixes.shared import SharedPrefixes
     >>> layout = Layout()
-    >>> table = PrefixTable(SharedPrefixes((0, 2), (0, 3)), 3, layout)
+    >>> table = PrefixTable(SharedPrefixes((0, 2), (0, 3)), [4, 2, 5], layout)
     >>> for branch in row_branches([0, 1, 2], [4, 2, 5], layout, table):
     ...     print(branch.start, branch.tokens, branch.offset, branch.parent, branch.samples)
     0 2 0 -1 (0, 2)
     2 2 2 0 (0,)
     4 3 2 0 (2,)
     7 2 0 -1 (1,)
+
+    A sample of 3 tokens that another begins with:
+
+    >>> table = PrefixTable(SharedPrefixes((0, 1), (0, 3)), [3, 5], layout)
+    >>> for branch in row_branches([0, 1], [3, 5], layout, table):
+    ...     print(branch.start, branch.tokens, branch.offset, branch.parent, branch.samples)
+    0 3 0 -1 (0, 1)
+    3 2 3 0 (1,)
     """
     if table is None and not pieces:
         tokens = layout.aligned_sample_tokens(np.asarray(lengths, dtype=np.int64)).tolist()
@@ -87,12 +100,17 @@ def row_branches(
     spans = Spans.of(samples, pieces)
     ends = np.where(spans.is_piece, spans.end, np.asarray(lengths, dtype=np.int64))
     aligned = (layout.aligned_sample_tokens(ends) - spans.begin).tolist()
+    real = (ends - spans.begin).tolist()
     branches: list[Branch] = []
     start = 0
     for members, shared in _trees(samples, table, spans):
         before = int(spans.begin[members[0]])
         root = EARLIER if before else -1
-        for branch in _tree_branches(members, shared, aligned):
+        own = [aligned[k] for k in members]
+        for k, following in enumerate(shared[1:]):
+            if following == own[k]:  # The next sample has all of it.
+                shared[k + 1], own[k] = real[members[k]], 0
+        for branch in _tree_branches(members, shared, own):
             parent = root if branch.parent < 0 else branch.parent + start
             branches.append(replace(branch, parent=parent, offset=branch.offset + before))
         start = len(branches)
@@ -121,16 +139,21 @@ def _trees(
 
 
 def _tree_branches(
-    members: Sequence[int], shared: Sequence[int], aligned: Sequence[int]
+    members: Sequence[int], shared: Sequence[int], ends: Sequence[int]
 ) -> list[Branch]:
-    """The branches of one tree in depth-first order, without their places in the row."""
+    """The branches of one tree in depth-first order, without their places in the row.
+
+    Args:
+        shared: positions that each shares with the one before it.
+        ends: padded tokens of each; 0 if the next one has all of it.
+    """
     branches: list[Branch] = []
     # Runs of samples that have the first `depth` positions in common, the next run last.
     runs = [(0, len(members), 0, -1)]
     while runs:
         first, last, depth, parent = runs.pop()
         inside = shared[first + 1 : last]
-        end = min(inside) if inside else aligned[members[first]]
+        end = min(inside) if inside else ends[first]
         own = tuple(sorted(members[first:last]))
         # Pieces may end where they part.
         if end > depth:
@@ -156,6 +179,29 @@ def _placed(branches: Sequence[Branch]) -> list[Branch]:
         replace(branch, start=start, end=end)
         for branch, start, end in zip(branches, starts, ends, strict=False)
     ]
+
+
+def sequences(branches: Sequence[Branch]) -> list[Branch]:
+    """A row's branches as layers run them: those that continue each other without parting are one,
+    which belongs to the samples of the first one.
+
+    >>> def branch(start, tokens, parent):
+    ...     return Branch(start=start, tokens=tokens, offset=0, parent=parent, samples=(0,), end=9)
+    >>> row = [branch(0, 2, -1), branch(2, 3, 0), branch(5, 2, 1), branch(7, 2, 1)]
+    >>> [(joined.tokens, joined.parent) for joined in sequences(row)]
+    [(5, -1), (2, 0), (2, 0)]
+    """
+    num_following = Counter(branch.parent for branch in branches)
+    joined: list[Branch] = []
+    number: list[int] = []
+    for branch in branches:
+        parent = branch.parent
+        if parent >= 0 and num_following[parent] == 1:
+            joined[-1] = replace(joined[-1], tokens=joined[-1].tokens + branch.tokens)
+        else:
+            joined.append(replace(branch, parent=number[parent] if parent >= 0 else parent))
+        number.append(len(joined) - 1)
+    return joined
 
 
 def dummy_spans(tail: int, alignment: int) -> list[int]:

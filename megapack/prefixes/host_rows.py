@@ -20,7 +20,7 @@ import numpy as np
 
 from megapack.base.arrays import Ints
 from megapack.layout import Layout, round_up
-from megapack.prefixes.branches import Branch, row_branches
+from megapack.prefixes.branches import Branch, row_branches, sequences
 from megapack.prefixes.shared import SharedPrefixes
 from megapack.prefixes.table import PrefixTable
 from megapack.prefixes.worth import worthwhile
@@ -33,9 +33,9 @@ class HostRow:
     host_spans: tuple[int, ...]
     """Padded tokens of each sample of the host's row; padding behind them counts as a sample."""
     branches: tuple[Branch, ...]
-    """Those of the shared row."""
+    """The sequences of the shared row."""
     spans: tuple[int, ...]
-    """Tokens of each branch, and of the padding behind them if there is any."""
+    """Tokens of each of these, and of the padding behind them if there is any."""
 
     @property
     def host_tokens(self) -> int:
@@ -64,8 +64,9 @@ class HostRow:
         to_host: Ints = np.zeros(self.tokens, dtype=np.int64)
         starts = np.cumsum([0, *self.host_spans])
         for branch in self.branches:
-            own = np.arange(branch.start, branch.start + branch.tokens)
             for sample in branch.samples:
+                end = branch.start + min(branch.tokens, self.host_spans[sample] - branch.offset)
+                own = np.arange(branch.start, end)
                 copy = own - branch.start + starts[sample] + branch.offset
                 to_shared[copy] = own
                 to_host[own] = copy
@@ -91,8 +92,8 @@ def find_host_row(ids: Ints, spans: Sequence[int], layout: Layout) -> HostRow | 
     prefixes = worthwhile(prefixes, np.asarray(spans, dtype=np.int64), layout)
     if not prefixes.order:
         return None
-    table = PrefixTable(prefixes, len(samples), layout)
-    branches = tuple(row_branches(range(len(samples)), spans, layout, table))
+    table = PrefixTable(prefixes, spans, layout)
+    branches = tuple(sequences(row_branches(range(len(samples)), spans, layout, table)))
     held = [branch.tokens for branch in branches]
     padding = round_up(sum(held), layout.row_alignment) - sum(held)
     if sum(held) + padding >= sum(spans):

@@ -54,7 +54,8 @@ class SharedPrefixes:
     """The last common tokens, which each sample keeps for itself. A position predicts the token
     after it, so the position of the last common token predicts a different token in each sample:
     with 3 common tokens, samples share 2 positions. Each layer of multi-token prediction reads one
-    token more."""
+    token more. A sample that the next one begins with keeps none: after its end it predicts
+    nothing."""
 
     @classmethod
     def from_samples(
@@ -122,8 +123,13 @@ class SharedPrefixes:
             for k in range(1, len(order)):
                 if common[k] > own_tokens:
                     pair = (order[k - 1], order[k])
-                    agreed = _num_agreed(routing, pair, common[k] - own_tokens)
-                    common[k] = min(common[k], agreed + own_tokens)
+                    most = common[k] - own_tokens
+                    if not len(read(pair[0], common[k], common[k] + 1)):
+                        # All of it is shared; an engine never runs the last token of a sample.
+                        most = max(most, min(common[k], *(len(routing[i]) for i in pair)))
+                    agreed = _num_agreed(routing, pair, most)
+                    if agreed < most:
+                        common[k] = min(common[k] - 1, agreed + own_tokens)
         return cls(tuple(order), tuple(common), own_tokens).trimmed()
 
     @classmethod

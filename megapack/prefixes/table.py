@@ -53,7 +53,7 @@ class PrefixTable:
     cut over context-parallel ranks as a sample of their own.
 
     Args:
-        num_samples: samples of the batch, n.
+        lengths: int64 [n], real tokens of each sample of the batch.
 
     Attributes:
         order: int64 [p], see `SharedPrefixes.order`.
@@ -61,12 +61,15 @@ class PrefixTable:
         shared: int64 [p], positions that each sample of `order` shares with the one before it.
     """
 
-    def __init__(self, prefixes: SharedPrefixes, num_samples: int, layout: Layout) -> None:
+    def __init__(
+        self, prefixes: SharedPrefixes, lengths: Sequence[int] | Ints, layout: Layout
+    ) -> None:
         self.prefixes = prefixes
+        self.lengths = np.asarray(lengths, dtype=np.int64)
         self.layout = layout
         self.order = np.array(prefixes.order, dtype=np.int64)
-        self.shared = shared_positions(prefixes, layout)
-        self.place: Ints = np.full(num_samples, -1, dtype=np.int64)
+        self.shared = shared_positions(prefixes, self.lengths, layout)
+        self.place: Ints = np.full(self.lengths.size, -1, dtype=np.int64)
         self.place[self.order] = np.arange(self.order.size)
         # _minima[k][i] is the smallest of 2**k numbers from i on; made when a pair needs it. For a
         # million samples a k takes 8 MB, and groups of 8 need three of the twenty.
@@ -79,7 +82,7 @@ class PrefixTable:
             return self
         if width not in self._wide:
             layout = self.layout.over(width)
-            self._wide[width] = PrefixTable(self.prefixes, self.place.size, layout)
+            self._wide[width] = PrefixTable(self.prefixes, self.lengths, layout)
         return self._wide[width]
 
     def between(self, first: Ints, second: Ints) -> Ints:
@@ -141,9 +144,11 @@ class PrefixTable:
 
         >>> import numpy as np
         >>> prefixes = SharedPrefixes.from_samples([[5, 6, 7, 8], [5, 6, 7, 9], [5, 6, 7]])
-        >>> table = PrefixTable(prefixes, 3, Layout())
+        >>> table = PrefixTable(prefixes, [4, 4, 3], Layout())
         >>> table.saved(np.arange(3), np.array([0, 0, 1]), 2)
         (array([2, 0]), array([4, 0]))
+        >>> table.saved(np.arange(3), np.array([0, 0, 0]), 1)
+        (array([5]), array([13]))
         """
         chosen, shared = self.neighbours(samples, row_of, spans)
         tokens, tokens_sq = np.zeros((2, num_rows), dtype=np.int64)
@@ -159,8 +164,15 @@ class PrefixTable:
         return int(tokens[0]), int(tokens_sq[0])
 
 
-def shared_positions(prefixes: SharedPrefixes, layout: Layout) -> Ints:
-    """Positions that each sample of `prefixes.order` shares with the one before it: int64 [p]."""
+def shared_positions(prefixes: SharedPrefixes, lengths: Ints, layout: Layout) -> Ints:
+    """Positions that each sample of `prefixes.order` shares with the one before it: int64 [p].
+
+    A sample that the one after it begins with, such as an agent's turn, shares all of its
+    positions, padding included: its last one predicts nothing that could differ.
+    """
     unit = layout.sample_alignment
     common = np.array(prefixes.common, dtype=np.int64)
-    return np.maximum(common - prefixes.own_tokens, 0) // unit * unit
+    before = np.roll(lengths[np.array(prefixes.order, dtype=np.int64)], 1)
+    parted = np.maximum(common - prefixes.own_tokens, 0) // unit * unit
+    is_whole = (common == before) & (common > prefixes.own_tokens)
+    return np.where(is_whole, layout.aligned_sample_tokens(common), parted)

@@ -22,16 +22,17 @@ from megapack.prefixes.table import shared_positions
 _LEAST_PART = 32
 
 
-def worthwhile(prefixes: SharedPrefixes, aligned: Ints, layout: Layout) -> SharedPrefixes:
+def worthwhile(prefixes: SharedPrefixes, lengths: Ints, layout: Layout) -> SharedPrefixes:
     """Keep the prefixes that pay, in O(n).
 
     A branch of k samples saves k - 1 times its positions. If that is less than 1/32 of its samples'
     positions after it, the samples share only what the branch above them holds. Branches are
-    judged from the root on, so those that continue a removed branch begin where it began.
+    judged from the root on, so those that continue a removed branch begin where it began. A sample
+    that another begins with has no price: layers run both as one sequence.
 
     Args:
         prefixes: checked against the lengths.
-        aligned: int64 [n], padded tokens of each sample of the batch.
+        lengths: int64 [n], real tokens of each sample of the batch.
 
     Returns:
         Equal or fewer common tokens, without samples that share nothing.
@@ -44,9 +45,10 @@ def worthwhile(prefixes: SharedPrefixes, aligned: Ints, layout: Layout) -> Share
     """
     order = np.array(prefixes.order, dtype=np.int64)
     common = np.array(prefixes.common, dtype=np.int64)
-    shared = shared_positions(prefixes, layout)
-    ends = np.concatenate([[0], np.cumsum(aligned[order])])
+    shared = shared_positions(prefixes, lengths, layout)
+    ends = np.concatenate([[0], np.cumsum(layout.aligned_sample_tokens(lengths[order]))])
     kept = _kept_positions(shared, ends, np.argsort(shared, kind="stable"))
+    kept = np.where(common == np.roll(lengths[order], 1), shared, kept)
     common = np.where(kept == shared, common, kept + prefixes.own_tokens)
     common[kept == 0] = 0
     pays = SharedPrefixes(prefixes.order, tuple(common.tolist()), prefixes.own_tokens)

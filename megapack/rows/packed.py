@@ -204,9 +204,10 @@ class PackedRow(RowTokens):
     set_of_n: Tensor
     """int64 [n]: index of each sample's colocated set among the row's sets."""
     cu_seqlens_S1: Tensor
-    """int32: where each branch begins, with alignment padding; the last is the row's length."""
+    """int32: where each sequence begins, with alignment padding; the last is the row's length."""
     padded_lengths: tuple[int, ...] = field(metadata={"moves": False})
-    """Tokens of each branch with its alignment padding, dummies included; they sum to the row."""
+    """Tokens of each sequence (see `prefixes.sequences`) with its alignment padding, dummies
+    included; they sum to the row."""
     max_seqlen: int
     """Tokens of the longest sample, with its alignment padding."""
     row_tokens: int
@@ -242,11 +243,6 @@ class PackedRow(RowTokens):
     def num_slices(self) -> int:
         """Ranks that the row is cut over; 1 for a whole row."""
         return self.row_tokens // self.tokens_T.numel()
-
-    @property
-    def num_shared(self) -> int:
-        """Positions that the row saves because samples share them."""
-        return sum(branch.tokens * (len(branch.samples) - 1) for branch in self.branches)
 
     def to(self, device: torch.device | str) -> PackedRow:
         """The same row with its tensors on `device`; see `transfer`."""

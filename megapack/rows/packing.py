@@ -14,7 +14,7 @@ from megapack.errors import DataError, brief
 from megapack.images import ImageRef, positions
 from megapack.layout import Layout
 from megapack.plan.plan import MicroBatch
-from megapack.prefixes import Branch, PrefixTable, dummy_spans, row_branches
+from megapack.prefixes import Branch, PrefixTable, dummy_spans, row_branches, sequences
 from megapack.rows.chain import has_piece, row_piece, sample_spans
 from megapack.rows.packed import PackedRow, RowLosses, RowTokens
 from megapack.samples import SampleBatch
@@ -74,16 +74,17 @@ def pack_row(
     layout = layout.over(micro_batch.width)
     table = None if prefixes is None else prefixes.over(micro_batch.width)
     branches = row_branches(samples, lengths, layout, table, micro_batch.pieces)
-    held = sum(branch.tokens for branch in branches)
+    joined = sequences(branches)
+    spans = [sequence.tokens for sequence in joined]
+    held = sum(spans)
     tail = micro_batch.row_tokens - held
     if tail < 0:
         raise DataError(
             f"samples {samples} need {held} padded tokens, the plan's row holds "
             f"{micro_batch.row_tokens}; pack with the layout and the prefixes of the plan"
         )
-    spans = [branch.tokens for branch in branches]
     spans += dummy_spans(tail, layout.sample_alignment)
-    position_ids_T = row_position_ids(branches, spans)
+    position_ids_T = row_position_ids(joined, spans)
     max_seqlen = int(position_ids_T.max()) + 1
     segments = np.cumsum([0, *spans], dtype=np.int32)
     weights = [1.0 if sample_weights is None else float(sample_weights[i]) for i in samples]
@@ -147,7 +148,8 @@ def row_position_ids(branches: Sequence[Branch], padded_lengths: Sequence[int]) 
     """int64: the position of each token of a whole row in its samples; dummies begin at 0.
 
     Args:
-        padded_lengths: tokens of each branch, then of each dummy.
+        branches: its sequences.
+        padded_lengths: tokens of each of them, then of each dummy.
     """
     offsets = [branch.offset for branch in branches]
     offsets += [0] * (len(padded_lengths) - len(offsets))
@@ -280,12 +282,11 @@ class _RowWriter:
 
     def _written(self, values_N: Ints, depth: int) -> Tensor:
         """The values at the row's positions, [T]; 0 where no token is so far ahead."""
-        if depth:
-            values_N = np.where(self.left_N >= depth, values_N, 0)
-        values = values_N[self.is_held_N]
+        is_known_N = self.is_held_N & (self.left_N >= depth)
+        positions, values = self.positions_N[is_known_N], values_N[is_known_N]
         out_T = np.zeros(self.row_tokens, dtype=np.int64)
-        out_T[self.positions] = values
-        if self.is_shared and not np.array_equal(out_T[self.positions], values):
+        out_T[positions] = values
+        if self.is_shared and not np.array_equal(out_T[positions], values):
             raise self._differing(depth)
         return torch.from_numpy(out_T)
 
@@ -300,9 +301,10 @@ class _RowWriter:
             first, *others = branch.samples
             # The last position's label counts too.
             end = branch.offset + branch.tokens + 1
-            own = self.batch.tokens(self.samples[first])[:end]
             for other in others:
-                differs = own != self.batch.tokens(self.samples[other])[:end]
+                end = min(end, self.lengths[first], self.lengths[other])
+                both = (self.batch.tokens(self.samples[k])[:end] for k in (first, other))
+                differs = torch.ne(*both)
                 if differs.any():
                     return DataError(
                         f"samples {self.samples[first]} and {self.samples[other]} share {end} "

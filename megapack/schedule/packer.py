@@ -11,6 +11,7 @@ from megapack.model.mtp import num_depths
 from megapack.model.recurrent.heads import check_heads
 from megapack.plan.check import check_plan
 from megapack.plan.plan import MicroBatch
+from megapack.prefixes import PrefixTable
 from megapack.rows.packed import PackedRow
 from megapack.rows.packing import pack_row
 from megapack.rows.slices import slice_row
@@ -81,7 +82,8 @@ class Packer:
         if call.is_training:
             checks.check_reduction(config, chunks, layout)
         call.check(self._head)
-        rows = [self._packed(call, microbatch) for microbatch in call.rows(self._dp_rank)]
+        table = call.plan.prefix_table(call.batch.lengths)
+        rows = [self._packed(call, mb, table) for mb in call.rows(self._dp_rank)]
         rows = runner.routing.with_routing(rows, call.routing, record=call.record_routing)
         return Packed(rows, self._images(call))
 
@@ -95,18 +97,18 @@ class Packer:
             )
         return ahead.prepare(call.step_plan, call.batch)
 
-    def _packed(self, call: StepCall, microbatch: MicroBatch) -> PackedRow:
+    def _packed(self, call: StepCall, mb: MicroBatch, table: PrefixTable | None) -> PackedRow:
         plan = call.plan
         row = pack_row(
             call.batch,
-            microbatch,
+            mb,
             plan.layout,
             call.sample_weights,
             call.field_names,
             plan.colocate_ids,
             self._vocab_size,
-            plan.prefix_table,
+            table,
             num_depths(self._runner.config),
             plan.adapter_ids,
         )
-        return slice_row(row, *self._runner.row_groups.slice_of(microbatch, self._dp_rank))
+        return slice_row(row, *self._runner.row_groups.slice_of(mb, self._dp_rank))

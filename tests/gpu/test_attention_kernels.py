@@ -130,7 +130,7 @@ SHARED_LENGTHS = [100, 72, 265, 40]
 
 def shared_row() -> tuple[PackedSeqParams, list[Branch], list[Tensor]]:
     """A row whose first three samples share 64 positions, and its queries, keys and values."""
-    table = PrefixTable(SHARED, len(SHARED_LENGTHS), Layout())
+    table = PrefixTable(SHARED, SHARED_LENGTHS, Layout())
     branches = row_branches(range(4), SHARED_LENGTHS, Layout(), table)
     spans = [branch.tokens for branch in branches]
     total = sum(spans)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
@@ -18,7 +19,7 @@ from megapack import (
     check_plan,
     simulate,
 )
-from megapack.prefixes import PrefixTable, row_branches
+from megapack.prefixes import PrefixTable, row_branches, sequences
 from tests import strategies
 from tests.strategies import planned, replanned
 
@@ -162,21 +163,29 @@ def test_what_a_row_saves_and_its_branches_are_those_of_its_tokens(
     unit = layout.sample_alignment
     prefixes = SharedPrefixes.from_samples(samples)
     prefixes.check(np.array([len(ids) for ids in samples]))
-    table = PrefixTable(prefixes, len(samples), layout)
+    table = PrefixTable(prefixes, [*map(len, samples)], layout)
     everyone = list(range(len(samples)))
     row = data.draw(st.permutations(everyone))[: data.draw(st.integers(1, len(samples)))]
     aligned = [layout.aligned_sample_tokens(len(samples[i])) for i in row]
     # Position at of sample i is shared with j if both have its whole unit in common, and the token
-    # after it: each (unit, samples that hold it) is one set of held positions.
+    # after it, or if the one ends and the other goes on: each (unit, samples that hold it) is one
+    # set of held positions.
+    in_order = sorted(everyone, key=lambda i: (samples[i], i))
+    links = []
+    for i, j in itertools.pairwise(in_order):
+        both = num_common(samples[i], samples[j])
+        whole = both == len(samples[i]) and both > 1
+        links.append(layout.aligned_sample_tokens(both) if whole else (both - 1) // unit * unit)
+
+    def num_shared(i: int, j: int) -> int:
+        first, last = sorted(in_order.index(k) for k in (i, j))
+        return max(0, min(links[first:last]))
+
     owner = {}
     for i, size in zip(row, aligned, strict=True):
         for at in range(size):
             held_by = min(
-                (
-                    j
-                    for j in row
-                    if j == i or at < max(num_common(samples[i], samples[j]) - 1, 0) // unit * unit
-                ),
+                (j for j in row if j == i or at < num_shared(i, j)),
             )
             owner[i, at] = held_by
     held = sum(i == holder for (i, _), holder in owner.items())
@@ -197,4 +206,10 @@ def test_what_a_row_saves_and_its_branches_are_those_of_its_tokens(
         parent = None if branch.parent < 0 else branches[branch.parent]
         assert parent is None or set(branch.samples) <= set(parent.samples)
         assert branch.offset == (0 if parent is None else parent.offset + parent.tokens)
-    assert covered == aligned
+    for i, end, most in zip(row, covered, aligned, strict=True):
+        assert len(samples[i]) <= end <= most
+    joined = sequences(branches)
+    assert sum(sequence.tokens for sequence in joined) == held
+    assert all(sequence.tokens % unit == 0 for sequence in joined)
+    parted = [sequence.parent for sequence in joined if sequence.parent >= 0]
+    assert all(parted.count(parent) > 1 for parent in parted)

@@ -51,6 +51,8 @@ def generated_steps(num_samples: int) -> list[FamilyStep]:
         _groups("agentic long G=8", num_samples, 8, (2000, 16000), (1000, 8000), 65536),
         _trees("trees G=8", num_samples, 8, 32768),
         _trees("trees G=16", num_samples, 16, 32768),
+        _turns("turns G=8", num_samples, 8, 32768),
+        _turns("turns G=16", num_samples, 16, 32768),
     ]
 
 
@@ -126,6 +128,42 @@ def _trees(name: str, num_samples: int, size: int, budget: int) -> FamilyStep:
             for turn in _log_uniform(rng, (300, 3000), int(rng.integers(1, 5))).tolist():
                 ends.append(ends[-1] + turn)
             lengths.append(ends[-1])
+    order = tuple(range(len(lengths)))
+    return FamilyStep(name, np.array(lengths), SharedPrefixes(order, tuple(common)), budget)
+
+
+def _turns(name: str, num_samples: int, size: int, budget: int) -> FamilyStep:
+    """Turns of agents, each of which begins with the one before it.
+
+    Tasks begin with the same 400 tokens of a system prompt, and go on with 200 to 3,000. A rollout
+    has 1 to 8 turns, of a response of 50 to 1,000 tokens and 50 to 2,000 of a tool after it. Two of
+    five are compacted once: from one of their turns on they begin with the system prompt and a
+    summary of 400 tokens.
+    """
+    rng = np.random.default_rng(SEED)
+    system, summary = 400, 400
+    lengths: list[int] = []
+    common: list[int] = []
+    while len(lengths) < num_samples:
+        prompt = system + int(_log_uniform(rng, (200, 3000), 1)[0])
+        begun: list[tuple[int, list[int]]] = []
+        compacted: list[tuple[int, list[int]]] = []
+        for _ in range(size):
+            count = int(rng.integers(1, 9))
+            cut = int(rng.integers(1, count)) if count > 1 and rng.random() < 0.4 else count
+            for chains, start, shared, turns in [
+                (begun, prompt, prompt if begun else system, cut),
+                (compacted, system + summary, system, count - cut),
+            ]:
+                written = _log_uniform(rng, (50, 1000), turns)
+                read = np.cumsum(_log_uniform(rng, (50, 2000), turns))
+                if turns:
+                    ends = start + np.cumsum(written) + np.append(0, read[:-1])
+                    chains.append((shared, ends.tolist()))
+        for shared, ends in begun + compacted:
+            common += [shared, *ends[:-1]]
+            lengths += ends
+    common[0] = 0
     order = tuple(range(len(lengths)))
     return FamilyStep(name, np.array(lengths), SharedPrefixes(order, tuple(common)), budget)
 

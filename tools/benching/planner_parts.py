@@ -124,8 +124,8 @@ of `half a budget` 16,384. Model 7B.""",
         "Shared prefixes",
         """How many times as fast a step is in the simulator with shared prefixes as without, at
 the same budget and search. `tokens` are real tokens over those that rows hold. `M` and `ms` (CPU
-time of planning) are without prefixes, then with them. Lengths of `math`, `agentic` and `trees`
-are generated from a seed (`tools/benching/planner_families.py`), `math500` and `aime24` are
+time of planning) are without prefixes, then with them. Lengths of `math`, `agentic`, `trees` and
+`turns` are generated from a seed (`tools/benching/planner_families.py`), `math500` and `aime24` are
 traces. What a second call of the attention kernel costs is not counted.""",
     ),
     "peers": Part(

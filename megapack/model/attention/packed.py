@@ -34,6 +34,7 @@ from megapack.model.attention.row import RowView, layer_row, with_view
 from megapack.model.carried import with_earlier_keys
 from megapack.model.sharded import Sharded
 from megapack.model.vision.features import RowImages
+from megapack.prefixes import sequences
 from megapack.rows.chain import Link
 from megapack.rows.packed import PackedRow
 
@@ -99,6 +100,8 @@ def row_params(
         cp_group, link, images: see `RowView`.
     """
     ends = row.cu_seqlens_S1
+    branches = tuple(sequences(row.branches))
+    is_plain = row.piece is None and all(sequence.parent < 0 for sequence in branches)
     params = packed_seq_params(ends, row.max_seqlen, row.row_tokens, cp=row.num_slices)
     view = RowView(
         ends,
@@ -107,7 +110,7 @@ def row_params(
         positions_T=row.position_ids_T,
         branch_of_T=row.branch_of_T,
         branch_samples=[max(row.lengths[k] for k in branch.samples) for branch in row.branches],
-        branches=row.branches if row.num_shared or row.piece is not None else (),
+        branches=() if is_plain else branches,
         cp_group=cp_group,
         link=link,
         images=images,

@@ -1,9 +1,9 @@
 """Gathered keys: attention over shared prefixes and earlier pieces with kernels that know of
 sequences only.
 
-Each branch of a row is a sequence of queries. Its keys are those on its path: the branches that it
-continues, from the first on, and its own. A key on several paths is gathered as often. The backward
-of the gather adds their gradients up. The last query of a sequence sees its last key.
+Each of a row's sequences (`prefixes.sequences`) has a path: those that it continues, from the first
+on, and itself. Its queries have the keys on it. A key on several paths is gathered as often. The
+backward of the gather adds their gradients up. The last query of a sequence sees its last key.
 
 Keys that a row carries are before its own (see `carried`): the branches of its pieces continue
 them.
@@ -57,8 +57,8 @@ def key_paths(
     """The sequences of one context-parallel rank: branches, with cp > 1 the parts that it holds.
 
     Args:
-        padded_lengths: tokens of each branch of the row, and of its dummies.
-        branches: those of the row; () if samples are whole and share nothing.
+        padded_lengths: tokens of each sequence of the row, and of its dummies.
+        branches: the row's sequences; () if samples are whole and share nothing.
         carried: padded tokens that each earlier row has kept.
         cp: number of context-parallel ranks.
         cp_rank: this rank among them.

@@ -34,7 +34,7 @@ class RowView:
     max_seqlen: int
     """At least the tokens of the longest sample."""
     lengths: Sequence[int] | None = None
-    """Padded tokens of each branch and dummy; None: see `padded_lengths`."""
+    """Padded tokens of each sequence and dummy; None: see `padded_lengths`."""
     positions_T: Tensor | None = None
     """int64: the position of this rank's tokens in their samples; None: rotary embeddings take
     Megatron's path for packed rows (see `rotary`)."""
@@ -43,7 +43,8 @@ class RowView:
     branch_samples: Sequence[int] = ()
     """Real tokens of the longest whole sample of each branch."""
     branches: tuple[Branch, ...] = ()
-    """Those of a row whose samples share prefixes, or that has a piece; () otherwise."""
+    """The sequences (`prefixes.sequences`) of a row whose samples part somewhere, or that has a
+    piece; () otherwise."""
     cp_group: Any = None
     """The ranks that share the row; None: one rank has it, or the model's layers know them."""
     link: Link | None = None
@@ -75,7 +76,7 @@ class RowView:
 
     @cached_property
     def padded_lengths(self) -> list[int]:
-        """Padded tokens of each branch and dummy; read from the device if they were not given."""
+        """Padded tokens of each sequence and dummy; read from the device if they were not given."""
         if self.lengths is not None:
             return list(self.lengths)
         return torch.diff(self.cu_seqlens_S1).tolist()

@@ -146,10 +146,13 @@ def _check_shared_choices(row: PackedRow, choices: Sequence[Tensor | None]) -> N
     The order of a token's experts does not matter, because the layer adds up their outputs.
     """
     for branch in row.branches:
-        first, *others = (row.samples[k] for k in branch.samples)
+        longest_first = sorted(branch.samples, key=lambda k: -row.lengths[k])
+        first, *others = (row.samples[k] for k in longest_first)
         own = _of_branch(choices[first], branch)
         for other in others:
-            differs = (own != _of_branch(choices[other], branch)).flatten(1).any(1)
+            value = _of_branch(choices[other], branch)
+            # A sample that ends here may lack its last token.
+            differs = (own[: len(value)] != value).flatten(1).any(1)
             if differs.any():
                 raise DataError(
                     f"samples {first} and {other} share token "
@@ -230,8 +233,8 @@ def balance_loss(scores_tE: Tensor, chosen_tE: Tensor, row: RoutingRow, top_k: i
 def sample_counts(chosen_tE: Tensor, row: RoutingRow, dtype: torch.dtype) -> Tensor:
     """How often each sample's tokens in the whole row choose each expert, [S, E].
 
-    The ranks of the row's groups exchange their counts: of samples, since a row has at least as
-    many branches.
+    The ranks of the row's groups exchange their counts: of samples, of which a row hardly ever has
+    more than branches.
     """
     num_experts = chosen_tE.shape[1]
     device = chosen_tE.device

@@ -1,8 +1,8 @@
 """A packed row as a recurrent layer sees it: segments, and what each begins with.
 
-A segment is a branch of the row, a whole sample or a dummy. It begins with zeros, with what its
-parent ends with, or with what an earlier row of its chain has left. Segments at one depth of the
-row's trees do not depend on each other, so a kernel scans them in one call:
+A segment is a sequence of the row (`prefixes.sequences`), a whole sample or a dummy. It begins with
+zeros, with what its parent ends with, or with what an earlier row of its chain has left. Segments
+at one depth of the row's trees do not depend on each other, so a kernel scans them in one call:
 
     system prompt, two questions, three answers of each: three calls, of 1, 2 and 6 segments
 
@@ -105,10 +105,10 @@ def row_segments(
     """The segments of a row.
 
     Args:
-        lengths: padded tokens of each branch of the row, and of its dummies, over all ranks that
+        lengths: padded tokens of each sequence of the row, and of its dummies, over all ranks that
             share the row.
-        branches: those of the row; () if samples are whole and share nothing.
-        kept: the branch that later rows continue.
+        branches: the row's sequences; () if samples are whole and share nothing.
+        kept: the sequence that later rows continue.
 
     A prefix of 2 tokens, continued by 3 and by 2 tokens, and a sample of 4:
 

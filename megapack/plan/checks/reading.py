@@ -75,9 +75,13 @@ class Reading:
         plan = self.plan
         return read_sets(plan.rollout_ids, plan.colocate_ids, plan.num_samples)[:3]
 
+    @cached_property
+    def _table(self) -> PrefixTable | None:
+        return self.plan.prefix_table(self.lengths)
+
     def saved(self, samples: list[int], width: int, spans: Spans) -> tuple[int, int]:
         """Tokens and squared tokens that a row of these samples saves."""
-        table: PrefixTable | None = self.plan.prefix_table
+        table = self._table
         if table is None or len(samples) < 2:
             return 0, 0
         return table.over(width).saved_in_row(np.array(samples), spans)

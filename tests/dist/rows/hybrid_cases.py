@@ -31,6 +31,7 @@ _DENSE = (
     *("split_over_two_pp2_vpp2_later", "split_over_two_cp2", "split_over_two_of_dp4_later_full"),
     *("wide_dp4_pp2_vpp2-full", "wide_cp2", "wide_tp2_sp_pp2", "wide_prefixes_cp2"),
     *("wide_prefixes_pp2_vpp2_full", "wide_others", "wide_planner_pp2_vpp2"),
+    *("prefixes_agents_dp2_pp2", "prefixes_agents_cp2_full", "split_agents_dp2_pp2"),
 )
 _EXPERTS = (
     *("prefixes_moe", "prefixes_moe_cp2", "prefixes_moe_tp2_sp", "split_moe", "split_moe_full"),

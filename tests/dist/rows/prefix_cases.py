@@ -17,6 +17,7 @@ _EXPERTS: dict[str, Any] = {"dp2_ep2": {"model": "moe", "value_model": "moe_valu
 _case = functools.partial(RowCase, shape="mixed", shares=True)
 _all = functools.partial(_case, kinds=(*_TOKENS, "dpo", "value"))
 _taught = functools.partial(_case, title="trees of prefixes", shape="depth 3", kinds=TAUGHT)
+_turns = functools.partial(_case, title="turns of agents", shape="agents", is_planned=True)
 
 GRID = {
     f"{place}-{recompute}": _all(place, recompute=recompute, **_EXPERTS.get(place, {}))
@@ -35,6 +36,14 @@ SPECIAL = {
     "cut": _case("pp2", title="a family cut in two by the budget", shape="cut in two"),
     "equal": _case("pp2", title="equal samples", shape="equal samples"),
     "cp2_depth3": _case("cp2", title="trees of depth 3", shape="depth 3"),
+    "agents_dp2_pp2": _turns("dp2_pp2", kinds=(*_TOKENS, "value")),
+    "agents_cp2_full": _turns("cp2", recompute="full"),
+    "agents_tp2_sp": _turns("tp2_sp", kinds=_TWO),
+    "agents_mtp": _turns("cp2", model="mtp", kinds=_AHEAD),
+    "agents_moe": _turns("dp2_ep2", model="moe", kinds=_TWO),
+    "agents_moe_replay": _turns("pp2", model="moe_replay", kinds=_TWO),
+    "agents_window": _turns("pp2", model="window", kinds=_TWO),
+    "agents_dsa": _turns("pp2", model="dsa", kinds=_TWO),
     "teacher": _taught("pp2"),
     "teacher_pp2_vpp2_full": _taught("pp2_vpp2", recompute="full"),
     "teacher_tp2_sp": _taught("tp2_sp"),
@@ -99,6 +108,6 @@ TESTED = (
     *("pp2_vpp2-full", "tp2_sp-none", "dp2_ep2-full", "cp2-none"),
     *("moe_replay_pp2", "reward_cp2", "sft_all", "padding", "bf16"),
     *("window_tp2_sp", "no windows", "no sinks", "dsa_cp2", "teacher", "mla_ends_alone", "mla_cp2"),
-    "corrected_cp2_pp2_vpp2",
+    *("corrected_cp2_pp2_vpp2", "agents_dp2_pp2"),
 )
 """The cases of the tests. tools/exactness.py runs all."""

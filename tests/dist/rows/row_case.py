@@ -183,7 +183,7 @@ def plan_by_hand(
     lengths = samples.batch.lengths
     table = None
     if prefixes is not None:
-        table = PrefixTable(prefixes, len(lengths), layout)
+        table = PrefixTable(prefixes, lengths, layout)
     ranks = made_ranks(made.slots, lengths, layout, table)
     count = len(made.slots)
     group = layout.group_size if layout.vpp > 1 else None
@@ -274,7 +274,7 @@ def _sharing_facts(samples: Samples, plan: Plan, rows: list[MicroBatch]) -> dict
     batch = samples.batch
     table = None
     if plan.prefixes is not None:
-        table = PrefixTable(plan.prefixes, len(batch), plan.layout)
+        table = PrefixTable(plan.prefixes, batch.lengths, plan.layout)
     rows_of: Counter[int] = Counter()
     most = depth = shared_losses = 0
     for row in rows:

@@ -373,4 +373,40 @@ _JOINED = {
     ),
 }
 
-SHAPES = _PREFIXES | _WIDE | _SPLIT | _JOINED
+_TURNS = {
+    # Two prompts. Of the first one rollouts of 3 and 2 turns, each of which begins with the one
+    # before it. Of the second one a rollout of 5 turns, compacted after the third, and one of 2.
+    # Samples of 26, 33, 63, 29 and 37; of 19, 25, 32, 23, 25, 16 and 19 tokens.
+    "agents": Shape(
+        families=[
+            (20, [(6, [0, (7, [0, 30])]), (9, [0, 8])]),
+            (4, [(10, [(5, [0, (6, [0, 7])]), (9, [0, 2])]), (8, [(4, [0, 3])])]),
+        ],
+        pairs="pairs",
+        made={
+            # The first prompt's turns are cut inside of it. A turn ends inside of a piece.
+            1: MadeRows(
+                slots=[
+                    [(1, [0, 1, 2, 3, 4], dict.fromkeys(range(5), (0, 16)))],
+                    [(1, [0, 1, 2], {0: (16, 26), 1: (16, 33), 2: (16, 63)})],
+                    [(1, [3, 4, 10, 11], {3: (16, 29), 4: (16, 37)})],
+                    [(1, [5, 6, 7, 8, 9])],
+                ],
+                row_tokens=72,
+                expect={"chains": [3], "pieces": [2] * 5},
+            ),
+            2: MadeRows(
+                slots=[
+                    [(1, [0, 1, 2, 3, 4], dict.fromkeys(range(5), (0, 16))), (1, [5, 6])],
+                    [(1, [0, 1, 2], {0: (16, 26), 1: (16, 33), 2: (16, 63)}), (1, [7, 8])],
+                    [(1, [3, 4, 10, 11], {3: (16, 29), 4: (16, 37)}), (1, [9])],
+                ],
+                row_tokens=72,
+                expect={"chains": [3], "pieces": [2] * 5},
+            ),
+        },
+        expect={"shared_tokens": 80, "depth": 2, "shared_losses": 20},
+    ),
+}
+
+SHAPES = _PREFIXES | _TURNS | _WIDE | _SPLIT | _JOINED

@@ -22,6 +22,7 @@ _PLANNED = Policy(
 _wide = functools.partial(_case, title="beside rows over several ranks", shape="joined")
 _over = functools.partial(_case, title="over several ranks", shape="wide pieces")
 _shared = functools.partial(_case, title="beside shared prefixes", shape="shared", shares=True)
+_turns = functools.partial(_case, title="turns of agents", shape="agents", shares=True, kinds=_TWO)
 _family = functools.partial(_case, title="families", shape="family", shares=True)
 
 GRID = {
@@ -76,6 +77,9 @@ FAMILIES = {
 SPECIAL = {
     **MUTATED,
     **FAMILIES,
+    "agents_dp2_pp2": _turns("dp2_pp2"),
+    "agents_cp2_pp2_full": _turns("cp2_pp2", recompute="full"),
+    "agents_moe_full": _turns("pp2", model="moe", recompute="full"),
     "shared_pp2-none": _shared("pp2"),
     "shared_pp2_vpp2-full": _shared("pp2_vpp2_g4", recompute="full"),
     "shared_cp2_pp2-full": _shared("cp2_pp2", recompute="full"),
@@ -168,6 +172,6 @@ TESTED = (
     *("shared_cp2_pp2-full", "shared_moe", "wide_pp2_vpp2_later", "wide_moe"),
     *("moe_bias_dp2_selective", "moe_replay_dp2_full", "planned_moe_dp2"),
     *("family_pp2_vpp2-none", "family_cp2_pp2-full", "family_moe_replay_full"),
-    *("family_dsa_full", "mla_ends_alone"),
+    *("family_dsa_full", "mla_ends_alone", "agents_moe_full"),
 )
 """The cases of the tests; tools/exactness.py runs all that are not mutated."""

@@ -49,7 +49,7 @@ def test_layers_share_the_paths_of_a_row() -> None:
 
 def test_the_description_of_a_row_has_branches_only_if_samples_share() -> None:
     batch = SampleBatch([[1, 2, 3, 4], [1, 2, 3, 5, 6]])
-    table = PrefixTable(SharedPrefixes.from_samples([[1, 2, 3, 4], [1, 2, 3, 5, 6]]), 2, Layout())
+    table = PrefixTable(SharedPrefixes((0, 1), (0, 3)), batch.lengths, Layout())
 
     def branches(row_tokens: int, prefixes: PrefixTable | None) -> tuple[Branch, ...]:
         micro_batch = MicroBatch(

@@ -36,7 +36,7 @@ SHAPE = RoutingShape(num_layers=1, num_experts=4, top_k=2)
 
 
 def table(layout: Layout) -> PrefixTable:
-    return PrefixTable(SharedPrefixes.from_samples(SAMPLES), len(SAMPLES), layout)
+    return PrefixTable(SharedPrefixes.from_samples(SAMPLES), [*map(len, SAMPLES)], layout)
 
 
 def rows(layout: Layout | None = None) -> list[PackedRow]:

@@ -65,7 +65,7 @@ def rows_of(samples: list[list[int]], layout: Layout, mtp: int = 0) -> tuple[Pac
     """All samples in one row that shares nothing, and in one that shares; both with a tail."""
     batch = SampleBatch(samples)
     prefixes = SharedPrefixes.from_samples(samples, mtp_num_layers=mtp)
-    table = PrefixTable(prefixes, len(samples), layout)
+    table = PrefixTable(prefixes, [*map(len, samples)], layout)
     padded = sum(layout.aligned_sample_tokens(len(sample)) for sample in samples)
     order = tuple(range(len(samples)))
     (saved,), _ = table.saved(np.array(order), np.zeros(len(order), dtype=np.int64), 1)
@@ -75,7 +75,8 @@ def rows_of(samples: list[list[int]], layout: Layout, mtp: int = 0) -> tuple[Pac
         tail = 2 * layout.sample_alignment
         micro_batch = MicroBatch(order, tokens + tail, sum(map(len, samples)), 0, tokens)
         out.append(pack_row(batch, micro_batch, layout, prefixes=shared))
-    assert out[1].num_shared == saved
+    held = [sum(branch.tokens for branch in row.branches) for row in out]
+    assert held[0] - held[1] == saved
     return out[0], out[1]
 
 
@@ -170,20 +171,20 @@ def test_recorded_choices_of_a_shared_token_go_to_all_its_samples(layout: Layout
     budget = layout.aligned_sample_tokens(sum(lengths) // layout.cp // 2)
     plan = build_dp_schedule(lengths, layout=layout, max_tokens_per_gpu=budget, prefixes=prefixes)
     assert plan.prefixes is not None
-    table = PrefixTable(plan.prefixes, len(samples), layout)
+    table = PrefixTable(plan.prefixes, lengths, layout)
     choices = some_choices(samples)
     rows = []
-    num_shared = 0
+    is_shared = False
     for micro_batch in plan.steps[0].ranks[0]:
         row = pack_row(SampleBatch(samples), micro_batch, layout, prefixes=table)
-        num_shared += row.num_shared
+        is_shared |= any(len(branch.samples) > 1 for branch in row.branches)
         for rank in range(layout.cp):
             part = slice_row(row, layout.cp, rank)
             for positions in torch.arange(part.tokens_T.numel()).chunk(layout.tp):
                 seen = routing_row(part, positions, choices, SHAPE)
                 assert seen.choices_tLK is not None
                 rows.append(replace(seen, recorded={n: seen.choices_tLK[:, n] for n in range(2)}))
-    assert num_shared > 0
+    assert is_shared
     found = collect_routing(
         rows,
         lengths,

@@ -67,7 +67,7 @@ SAMPLES = [
 ]
 batch = SampleBatch(SAMPLES)
 lengths = [len(sample) for sample in SAMPLES]
-table = PrefixTable(SharedPrefixes.from_samples(SAMPLES), len(SAMPLES), layout)
+table = PrefixTable(SharedPrefixes.from_samples(SAMPLES), [*map(len, SAMPLES)], layout)
 
 def row_of(samples, prefixes, dummies=0):
     own = [lengths[i] for i in samples]
@@ -170,7 +170,8 @@ def compare(model):
     row = row_of(list(range(len(SAMPLES))), table, dummies=13)
     found = backward(model, row, weights_N), gradients(model)
     errors = [float((a - b).norm() / b.norm()) for a, b in zip(found, wanted)]
-    return {"error": max(errors), "obstacle": position_obstacle(model), "shared": row.num_shared}
+    num_shared = sum(lengths) - len(set(row.positions_N.tolist()))
+    return {"error": max(errors), "obstacle": position_obstacle(model), "shared": num_shared}
 
 def fused(t, freqs, interleaved=False):
     return rope_utils._apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved=interleaved)

@@ -50,7 +50,7 @@ def items(
         cost=CostModel(per_token=1.0),
         budget=budget,
         max_samples=max_samples,
-        prefixes=PrefixTable(prefixes, lengths.size, layout),
+        prefixes=PrefixTable(prefixes, lengths, layout),
     )
     samples = np.arange(lengths.size)
     return Items.whole(step, samples, samples)

@@ -50,6 +50,15 @@ def test_a_position_and_its_shared_one_have_the_same_tokens_before_them(
         assert (row.to_shared[starts[k] : starts[k + 1]] == positions).all()
 
 
+def test_turns_that_begin_with_each_other_are_one_sequence() -> None:
+    first, second = [5, 6, 7], [5, 6, 7, 8, 9]
+    row = find_host_row(*ids_of(second, first, [5, 6, 1], [5, 6, 7, 8, 9, 2]), Layout())
+    assert row is not None
+    # The last sample has all of the first two; the third one parts after its first token.
+    assert row.spans == (1, 2, 5)
+    assert row.to_shared.tolist() == [0, 3, 4, 5, 6, 0, 3, 4, 0, 1, 2, 0, 3, 4, 5, 6, 7]
+
+
 @pytest.mark.parametrize(
     "samples",
     [

@@ -47,6 +47,15 @@ def test_the_last_token_may_lack_experts() -> None:
     assert found == SharedPrefixes((0, 1), (0, 4))
 
 
+def test_a_sample_that_another_begins_with_needs_the_route_of_its_last_token() -> None:
+    routes = [torch.tensor(some_routes(n)) for n in (4, 5)]
+    turns = [PROMPT, SAMPLES[0]]
+    assert SharedPrefixes.from_samples(turns, routing=routes).common == (0, 4)
+    routes[0][3, 0] = torch.tensor([1, 2])  # was [3, 0]
+    # It would share all of its tokens; now it keeps the last two.
+    assert SharedPrefixes.from_samples(turns, routing=routes).common == (0, 3)
+
+
 def test_samples_without_routes_share_nothing() -> None:
     routes = [None, torch.tensor(some_routes()), np.array(some_routes())]
     found = SharedPrefixes.from_samples(SAMPLES, routing=routes)

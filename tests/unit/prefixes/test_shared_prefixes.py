@@ -71,6 +71,6 @@ def test_wrong_groups_are_refused(prompts: list[int], what: str) -> None:
 def test_shared_positions_are_whole_units_of_the_alignment() -> None:
     prefixes = SharedPrefixes((0, 1), (0, 30))
     for layout in (Layout(), Layout(cp=2), Layout(cp=8), Layout(fp8=True)):
-        table = PrefixTable(prefixes, 2, layout)
+        table = PrefixTable(prefixes, [100, 100], layout)
         unit = layout.sample_alignment
         assert table.shared.tolist() == [0, 29 // unit * unit]

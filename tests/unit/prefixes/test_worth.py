@@ -63,16 +63,19 @@ def test_branches_are_kept_as_a_slow_recursion_keeps_them(layout: Layout) -> Non
         prefixes.check(lengths)
         aligned = layout.aligned_sample_tokens(lengths)
         order = list(prefixes.order)
-        before = PrefixTable(prefixes, lengths.size, layout)
+        before = PrefixTable(prefixes, lengths, layout)
         expected = {}
         starts = [*np.flatnonzero(before.shared == 0).tolist(), len(order)]
         for first, end in itertools.pairwise(starts):
             tree = order[first:end]
             depths = slow_depths(before.shared[first + 1 : end].tolist(), aligned[tree].tolist())
             expected |= dict(zip(tree, [0, *depths], strict=True))
-        kept = worthwhile(prefixes, aligned, layout)
+        for k, (i, j) in enumerate(itertools.pairwise(order)):
+            if 1 < prefixes.common[k + 1] == lengths[i]:  # All of it is in the next one.
+                expected[j] = int(before.shared[k + 1])
+        kept = worthwhile(prefixes, lengths, layout)
         kept.check(lengths)
-        table = PrefixTable(kept, lengths.size, layout)
+        table = PrefixTable(kept, lengths, layout)
         found = dict.fromkeys(order, 0) | dict(zip(kept.order, table.shared.tolist(), strict=True))
         assert found == expected
         num_kept += sum(value > 0 for value in found.values())

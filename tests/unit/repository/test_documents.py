@@ -63,6 +63,7 @@ def test_names_in_documents_exist(document: str) -> None:
     [
         "docs/concepts.md",
         "docs/configuration.md",
+        "docs/agents.md",
         "docs/prefixes.md",
         "docs/dynamic_cp.md",
         "docs/operations.md",

@@ -79,7 +79,7 @@ def test_shared_positions_with_other_images_are_refused() -> None:
     by_ids = SharedPrefixes.from_samples(tokens)
     plan = build_dp_schedule(batch.lengths, layout=Layout(), max_tokens_per_gpu=16, prefixes=by_ids)
     (row,) = plan.steps[0].ranks[0]
-    table = PrefixTable(by_ids, 2, Layout())
+    table = PrefixTable(by_ids, batch.lengths, Layout())
     with pytest.raises(DataError, match="have different images there"):
         pack_row(batch, row, Layout(), prefixes=table)
 

@@ -12,6 +12,8 @@ import torch
 
 from megapack.errors import DataError
 from megapack.layout import Layout
+from megapack.model.attention.packed import row_params
+from megapack.model.attention.row import row_view
 from megapack.plan import MicroBatch, Part
 from megapack.prefixes import Branch, PrefixTable, SharedPrefixes, row_branches
 from megapack.rows.packed import PackedRow, unpack_row
@@ -54,7 +56,7 @@ def shared_row(
     tokens = tokens or [[5, 6, 7], [5, 6, 8]]
     data = kwargs.pop("data", None) or SampleBatch(tokens)
     layout = kwargs.pop("layout", Layout())
-    table = PrefixTable(SharedPrefixes.from_samples(tokens), len(tokens), layout)
+    table = PrefixTable(SharedPrefixes.from_samples(tokens), data.lengths, layout)
     samples = order or tuple(range(len(tokens)))
     num_tokens = sum(map(len, tokens))
     held = sum(branch.tokens for branch in branches_of(samples, tokens, layout, table))
@@ -103,6 +105,26 @@ def test_alignment_pads_inside_each_sample() -> None:
     assert row.losses.positions_R.tolist() == [0, 1, 4]
     assert row.cu_seqlens_S1.tolist() == [0, 4, 8, 12]
     assert row.max_seqlen == 4
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_a_turn_that_the_next_one_begins_with_has_no_tokens_of_its_own(cp: int) -> None:
+    turns = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 9, 1, 2], [5, 6, 7]]
+    masks = [[0, 0, 0, 1, 1], [0, 0, 0, 0, 0, 0, 1], [0, 0, 1]]
+    row = shared_row(turns, data=SampleBatch(turns, {"response_mask": masks}), layout=Layout(cp=cp))
+    end = [0] if cp == 2 else []
+    assert row.tokens_T.tolist() == [5, 6, 7, 8, 9, 1, 2, *end]
+    assert row.labels_T.tolist() == [6, 7, 8, 9, 1, 2, 0, *end]
+    # Layers see one sequence, and no branches.
+    assert row.cu_seqlens_S1.tolist() == [0, 7 + len(end)]
+    assert row_view(row_params(row)).branches == ()
+    # The loss of a turn stands where its own tokens are predicted; its end is inside of the row.
+    pairs = zip(row.losses.sample_of_R.tolist(), row.losses.positions_R.tolist(), strict=True)
+    assert list(pairs) == [(0, 2), (0, 3), (1, 5), (2, 1)]
+    assert row.end_positions_E.tolist() == [4, 6, 2]
+    assert row.branch_of_T.tolist() == [0, 0, 0, 1, 1, 2, 2, *([-1] if end else [])]
+    samples_of = [branch.samples for branch in row.branches]
+    assert samples_of == [(0, 1, 2), (0, 1), (1,)]
 
 
 def test_response_tokens_have_the_weight_of_their_sample() -> None:

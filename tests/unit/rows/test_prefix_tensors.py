@@ -35,7 +35,7 @@ def images(*values: int) -> list[Any]:
 def row_of(field: TensorField, samples: list[int] | None = None) -> PackedRow:
     batch = SampleBatch(SAMPLES, tensors={"pixels": field})
     order = tuple(range(len(SAMPLES)) if samples is None else samples)
-    table = PrefixTable(SharedPrefixes.from_samples(SAMPLES), len(SAMPLES), Layout())
+    table = PrefixTable(SharedPrefixes.from_samples(SAMPLES), batch.lengths, Layout())
     tokens = sum(len(SAMPLES[i]) for i in order)
     micro_batch = MicroBatch(order, tokens, tokens, 0, tokens)
     return pack_row(batch, micro_batch, Layout(), prefixes=table)

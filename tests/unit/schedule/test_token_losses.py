@@ -74,7 +74,7 @@ def test_the_token_in_a_slice() -> None:
 
 
 def test_the_token_behind_a_shared_prefix() -> None:
-    prefixes = PrefixTable(SharedPrefixes.from_samples(IDS), len(IDS), Layout())
+    prefixes = PrefixTable(SharedPrefixes.from_samples(IDS), [*map(len, IDS)], Layout())
     row = row_of((0, 2), 10, Layout(), row_tokens=8, prefixes=prefixes)
     assert losses(row, {93: math.nan}).worst().startswith("token 3 of sample 2 ")
 

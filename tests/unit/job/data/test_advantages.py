@@ -45,6 +45,16 @@ def test_leave_one_out_compares_with_the_mean_of_the_others() -> None:
     assert group_advantages([SampleReward(0, 0, 3.0)], "rloo").tolist() == [0.0]
 
 
+@pytest.mark.parametrize("num_turns", [1, 2, 5])
+def test_a_rollout_of_many_turns_counts_once_in_its_group(num_turns: int) -> None:
+    records = [SampleReward("a", 0, 1.0)] * num_turns
+    records += [SampleReward("a", 1, 0.0), SampleReward("a", 2, 0.0), SampleReward("a", 2, 0.0)]
+    assert group_advantages(records, "group") == pytest.approx([2 / 3] * num_turns + [-1 / 3] * 3)
+    std = statistics.stdev([1.0, 0.0, 0.0]) + 1e-6
+    expected = [2 / 3 / std] * num_turns + [-1 / 3 / std] * 3
+    assert group_advantages(records, "group-std") == pytest.approx(expected)
+
+
 def test_batch_norms_count_each_rollout_of_the_batch_once() -> None:
     # Rollout 0 of the first group has three samples; it counts like the others.
     records = [SampleReward("a", 0, 2.0)] * 3 + [SampleReward("a", 1, 0.0)]
