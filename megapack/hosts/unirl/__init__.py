@@ -36,6 +36,7 @@ __all__ = [
     "plan_micro_batches",
     "prepare_segment",
     "train",
+    "trimmed",
 ]
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ def init_stack(
 
     Args:
         micro_token_budget: computed tokens per micro-batch; None: `micro_batch_size` samples.
-        micro_cost_model: "dense", since UniRL's replays pad.
+        micro_cost_model: "dense", since UniRL's replays pad; prompts are `trimmed` before.
         packed_replay: not true, for the same reason.
 
     Raises:
@@ -118,7 +119,7 @@ def prepare_segment(self: Any, resp_track: Any) -> None:
         return
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
     for start, end in chain.from_iterable(self.micro_plan.updates):
-        micro, filled = with_response(resp_track.select(self.micro_plan.order[start:end]))
+        micro, filled = _micro_batch(resp_track, self.micro_plan, start, end)
         self.algorithm.prepare_segment(conditions=micro.conditions, segment=micro.segment)
         for name, values in parts.items():
             value = getattr(micro.segment, name)
@@ -189,7 +190,7 @@ def _train_planned(
     for (start, end), weight in zip(micro_slices, weights, strict=True):
         # UniRL may reduce gradients in the backward of the last micro-batch alone.
         stack.fsdp_backend.set_grad_sync(end == micro_slices[-1][1])
-        micro, filled = with_response(track.select(plan.order[start:end]))
+        micro, filled = _micro_batch(track, plan, start, end)
         result = stack.algorithm.compute_loss_and_backward(
             conditions=micro.conditions,
             segment=micro.segment,
@@ -252,6 +253,32 @@ def replayed_anchors(algorithm: Any, segment: Any) -> tuple[str, ...]:
     return ("log_probs",) if replays and segment.log_probs is not None else ()
 
 
+def _micro_batch(track: Any, plan: MicroPlan, start: int, end: int) -> tuple[Any, bool]:
+    """The samples of a range as the plan counts them, and whether a response was put in."""
+    return with_response(trimmed(track.select(plan.order[start:end])))
+
+
+def trimmed(micro: Any) -> Any:
+    """The micro-batch, its prompts padded to the longest of its own.
+
+    A track's prompts are padded to the track's longest, and UniRL's replays of Qwen3 compute what
+    they are given. Only columns that are padding in every prompt are cut off; positions are counted
+    from attention masks, so log-probs and gradients stay.
+
+    Args:
+        micro: samples of a track, as `select` and `slice` give them.
+    """
+    lengths = _prompt_lengths(micro, int(micro.batch_size))
+    if lengths is None:
+        return micro
+    prompt = micro.conditions["prompt"]
+    # A replay reads the first log-prob behind the prompt's last column, so one column stays.
+    width = max(1, *lengths)
+    own = {name: getattr(prompt, name)[:, :width] for name in ("input_ids", "attention_mask")}
+    conditions = {**micro.conditions, "prompt": dataclasses.replace(prompt, **own)}
+    return dataclasses.replace(micro, conditions=conditions)
+
+
 def with_response(micro: Any) -> tuple[Any, bool]:
     """The micro-batch; one without any response token with a token of no advantage, and True.
 
@@ -284,13 +311,13 @@ def _segment_lengths(part: Any, num_samples: int) -> list[int] | None:
 
 
 def _prompt_lengths(part: Any, num_samples: int) -> list[int] | None:
-    """Read the attention mask [samples, tokens] of `part.conditions["prompt"]`, if it has one."""
-    conditions = getattr(part, "conditions", None)
-    if isinstance(conditions, dict):
-        prompt = conditions.get("prompt")
-    else:
-        prompt = getattr(conditions, "prompt", None)
-    mask = getattr(prompt, "attention_mask", None)
-    if mask is None or mask.ndim != 2 or len(mask) != num_samples:
+    """Columns up to each prompt's last token, by the attention mask [samples, columns] of
+    `part.conditions["prompt"]`; None without such a mask."""
+    mask = getattr(part.conditions.get("prompt"), "attention_mask", None)
+    if mask is None or mask.ndim != 2 or len(mask) != num_samples or not mask.numel():
         return None
-    return [int(length) for length in mask.sum(-1)]
+    is_token = mask.ne(0).long()
+    ends: list[int] = (
+        (is_token * is_token.new_tensor(range(1, mask.shape[1] + 1))).amax(-1).tolist()
+    )
+    return ends
