@@ -10,6 +10,7 @@ from megapack.errors import PlanError
 from megapack.hosts import patching
 from megapack.hosts.shared.loss_tokens import without_empty_samples
 from megapack.hosts.shared.native import Provider
+from megapack.hosts.shared.rank_rows import log_own
 from megapack.hosts.shared.rollout_schedule import (
     OPTIONS,
     Rollouts,
@@ -91,20 +92,19 @@ def can_schedule_on_rollout_side(
     Kimi's and Inkling's samples are not, as without the patch: their lengths change afterwards.
     """
     if any(_GROWS & set(images or ()) for images in data.get(_IMAGES, ())):
+        log_own("miles", "samples with images of Kimi or Inkling grow after they are split")
         return False
     rest = {name: values for name, values in data.items() if name != _IMAGES}
     own = patching.original(_RUNS_PLANNED)
-    return bool(own(args, rest, train_parallel_config))
+    if own(args, rest, train_parallel_config):
+        return True
+    size: Any = data.get("dynamic_global_batch_size") or getattr(args, "global_batch_size", 0)
+    if len(set(data.get("rollout_ids", ()))) < size:
+        log_own("miles", f"fewer rollouts than global_batch_size={size}; lower it, or make more")
+    return False
 
 
-def loss_function(
-    args: Any,
-    batch: Any,
-    num_microbatches: int,
-    logits: Any,
-    apply_megatron_loss_scaling: bool = False,
-    num_rollouts: int | None = None,
-) -> Any:
+def loss_function(args: Any, batch: Any, *rest: Any, **named: Any) -> Any:
     """miles' loss of one micro-batch, whose mean per token leaves removed samples out.
 
     The patch `miles_loss` puts it into the training step. Only `calculate_per_token_loss` changes,
@@ -112,14 +112,7 @@ def loss_function(
     """
     from miles.backends.training_utils.loss import loss_function as host_function
 
-    result = host_function(
-        args,
-        batch,
-        num_microbatches,
-        logits,
-        apply_megatron_loss_scaling=apply_megatron_loss_scaling,
-        num_rollouts=num_rollouts,
-    )
+    result = host_function(args, batch, *rest, **named)
     return without_empty_samples(args, result, batch["loss_masks"])
 
 

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from megapack.errors import ConfigError, PlanError
 from megapack.hosts import patching
+from megapack.hosts.shared.rank_rows import log_own
 from megapack.hosts.unirl.plan import (
     MicroCostModel,
     MicroPlan,
@@ -47,14 +48,11 @@ _STACK = "unirl.train.stack.TrainStack"
 def init_stack(
     self: Any,
     *,
-    fsdp_backend: Any,
     algorithm: Any,
-    micro_batch_size: int,
-    max_grad_norm: float,
-    num_updates_per_batch: int = 1,
     micro_token_budget: int | None = None,
     micro_cost_model: MicroCostModel = "dense",
     packed_replay: bool | None = None,
+    **own: Any,
 ) -> None:
     """`TrainStack.__init__` with a token budget.
 
@@ -62,18 +60,12 @@ def init_stack(
         micro_token_budget: computed tokens per micro-batch; None: `micro_batch_size` samples.
         micro_cost_model: "dense", since UniRL's replays pad; prompts are `trimmed` before.
         packed_replay: not true, for the same reason.
+        own: what UniRL's takes, too.
 
     Raises:
         ConfigError: the loss does not go with a budget, or the settings count on packed replays.
     """
-    patching.original(f"{_STACK}.__init__")(
-        self,
-        fsdp_backend=fsdp_backend,
-        algorithm=algorithm,
-        micro_batch_size=micro_batch_size,
-        max_grad_norm=max_grad_norm,
-        num_updates_per_batch=num_updates_per_batch,
-    )
+    patching.original(f"{_STACK}.__init__")(self, algorithm=algorithm, **own)
     check_budget(micro_token_budget, micro_cost_model)
     if packed_replay or (micro_token_budget is not None and micro_cost_model == "sum"):
         raise ConfigError(
@@ -86,6 +78,8 @@ def init_stack(
     if micro_token_budget is not None:
         mean_over(algorithm)
         logger.info("UniRL counts tokens per micro-batch: token_budget=%d", micro_token_budget)
+    else:
+        log_own("UniRL", "set micro_token_budget in the recipe's stack")
 
 
 def optimizer_step_slices(self: Any, total: int) -> list[list[Range]]:
@@ -161,13 +155,15 @@ def _plan_of_track(stack: Any, track: Any) -> MicroPlan | None:
     if budget is None:
         return None
     num_samples = int(track.batch_size)
+    prompts = _prompt_lengths(track, num_samples)
+    # Without the prompts' tokens no budget can be counted.
     plan = plan_micro_batches(
-        _segment_lengths(track, num_samples),
+        None if prompts is None else _segment_lengths(track, num_samples),
         num_samples=num_samples,
         num_updates=stack.num_updates_per_batch,
         micro_batch_size=stack.micro_batch_size,
         micro_token_budget=budget,
-        prompt_lengths=_prompt_lengths(track, num_samples),
+        prompt_lengths=prompts,
     )
     return plan if plan.mean_response_tokens else None
 
