@@ -6,7 +6,7 @@ import argparse
 
 from megapack.base.known_warnings import quiet_known_warnings
 from megapack.hosts.patching import check
-from megapack.hosts.patching.files import PatchFile, load_patches, patch_set, shipped_hosts
+from megapack.hosts.patching.files import PatchFile, patch_set, read_patches, shipped_files
 from megapack.hosts.startup import VARIABLE
 
 EXAMPLE = "megapack patch show slime"
@@ -28,16 +28,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print; 1 if `check` finds a problem."""
     if args.action == "list":
-        print("\n".join(_summary(host) for host in shipped_hosts()))
+        print("\n".join(map(_summary, shipped_files())))
         return 0
     return {"check": _check, "show": _show, "diff": _diff}[args.action](args.host)
 
 
-def _summary(host: str) -> str:
-    file = load_patches(host)
-    installed = f"{file.version} is installed" if file.version else "no version found here"
+def _summary(file: PatchFile) -> str:
+    found = f"{file.version} is installed" if file.version else "no version found here"
     brings = f"; brings {', '.join(file.brings)}" if file.brings else ""
-    return f"{host:16} names: {len(file.patches)}; for {file.seen}; {installed}{brings}"
+    state = f"{file.problem or found}{brings}"
+    return f"{file.host:16} names: {len(file.patches)}; for {file.seen}; {state}"
 
 
 def _check(host: str) -> int:
@@ -48,20 +48,22 @@ def _check(host: str) -> int:
 
 
 def _show(host: str) -> int:
-    first, *brought = patch_set([host])
+    first, *brought = patch_set([host], read_patches)
     lines = _names(first, "on")
     for file in brought:
         without = f"{first.host},-{file.host}"
         lines += ["", *_names(file, f"on, brought by {first.host}; off with {VARIABLE}={without}")]
     for each in first.optional:
         state = f"off; on with {VARIABLE}={first.host},{each.host}\n    {each.why}"
-        lines += ["", *_names(load_patches(each.host), state)]
+        lines += ["", *_names(read_patches(each.host), state)]
     print("\n".join(lines))
     return 0
 
 
 def _names(file: PatchFile, state: str) -> list[str]:
     """What is replaced by a file, and whether it is."""
+    if file.problem:
+        state = f"cannot be applied: {file.problem}"
     lines = [f"{file.host}: {state}", f"    for {file.seen}"]
     for entry in file.patches:
         lines += ["", f"  {entry.dotted}"]
@@ -72,7 +74,7 @@ def _names(file: PatchFile, state: str) -> list[str]:
 
 
 def _diff(host: str) -> int:
-    file = load_patches(host)
+    file = patch_set([host])[0]
     no_diff = f"{host} needs no change of its source: megapack run --patch {host} SCRIPT ARGS"
     print(file.diff.rstrip("\n") or no_diff)
     return 0

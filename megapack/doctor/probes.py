@@ -24,6 +24,10 @@ from megapack.base.apex import OTHER_APEX, find_apex
 from megapack.base.gpu_environment import ALLOCATOR, ALLOCATORS, CONNECTIONS, EXPANDABLE
 from megapack.base.megatron import frees_while_sending, newer_than_tested
 from megapack.base.te import refuse_broken_te
+from megapack.errors import ConfigError
+from megapack.hosts import patching
+from megapack.hosts.patching.files import patch_set
+from megapack.hosts.startup import VARIABLE, asked_hosts
 from megapack.te_finder import python_alone
 
 _ON = ("1", "true", "yes", "y", "on")
@@ -198,6 +202,7 @@ def _numba(diagnosis: Diagnosis) -> None:
 def _environment(diagnosis: Diagnosis) -> None:
     num_cores = len(os.sched_getaffinity(0))
     diagnosis.faults, diagnosis.notes = check_environment(os.environ, num_cores)
+    diagnosis.faults += refused_patches()
     diagnosis.found = f"{len(diagnosis.faults)} settings known to be wrong"
 
 
@@ -342,17 +347,22 @@ def _attention(diagnosis: Diagnosis) -> None:
         )
 
 
-def _patches(diagnosis: Diagnosis) -> None:
-    from megapack.hosts import patching
-    from megapack.hosts.patching.files import patch_set
-    from megapack.hosts.startup import VARIABLE, asked_hosts
+def refused_patches() -> list[str]:
+    """A fault if MEGAPACK_PATCH has a value that ends every process which imports a host."""
+    try:
+        sys.flags.ignore_environment or patch_set(asked_hosts(os.environ.get(VARIABLE, "")))
+    except ConfigError as error:
+        return [f"{VARIABLE}: {error}"]
+    return []
 
+
+def _patches(diagnosis: Diagnosis) -> None:
     if sys.flags.ignore_environment:
         diagnosis.found = f"{VARIABLE} is ignored (-E or -I)"
         return
     hosts = asked_hosts(os.environ.get(VARIABLE, ""))
     if not hosts:
-        diagnosis.found = f"no patches ({VARIABLE} is not set)"
+        diagnosis.found = f"no patches ({VARIABLE} names none)"
         return
     applied = {status.host for status in patching.status()}
     diagnosis.faults += [

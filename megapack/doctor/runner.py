@@ -14,7 +14,8 @@ import signal
 import subprocess
 
 from megapack.base.processes import python_command
-from megapack.doctor.probes import Diagnosis, not_probed, run_probe
+from megapack.doctor.probes import Diagnosis, not_probed, refused_patches, run_probe
+from megapack.hosts.startup import VARIABLE
 
 HERE = ("python", "numba", "environment")
 IN_CHILD = ("torch", "cuda", "transformer_engine", "apex", "megatron", "attention", "patches")
@@ -58,6 +59,8 @@ def _start_child() -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
+        # A value that ends the child at its first import of a host is a fault of its own.
+        env={**os.environ, **({VARIABLE: ""} if refused_patches() else {})},
         # Its own process group, so that processes which the child starts can be killed with it.
         start_new_session=True,
     )

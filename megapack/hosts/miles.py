@@ -12,6 +12,7 @@ from megapack.hosts import patching
 from megapack.hosts.shared import rollout_schedule
 from megapack.hosts.shared.loss_tokens import without_empty_samples
 from megapack.hosts.shared.native import Provider
+from megapack.hosts.shared.rank_rows import log_own
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ def can_schedule_on_rollout_side(
         ConfigError: prefixes shared among samples with adapters, whose tokens miles counts.
     """
     if any(_GROWS & set(images or ()) for images in data.get(_IMAGES, ())):
+        log_own("miles", "samples with images of Kimi or Inkling grow after they are split")
         return False
     rest = {name: values for name, values in data.items() if name != _IMAGES}
     if "adapter_slots" in data:
@@ -107,17 +109,15 @@ def can_schedule_on_rollout_side(
         args, rest = copy.copy(args), {**rest, "dynamic_global_batch_size": 1}
         args.multi_lora = False
     own = patching.original(_RUNS_PLANNED)
-    return bool(own(args, rest, train_parallel_config))
+    if own(args, rest, train_parallel_config):
+        return True
+    size: Any = data.get("dynamic_global_batch_size") or getattr(args, "global_batch_size", 0)
+    if len(set(data.get("rollout_ids", ()))) < size:
+        log_own("miles", f"fewer rollouts than global_batch_size={size}; lower it, or make more")
+    return False
 
 
-def loss_function(
-    args: Any,
-    batch: Any,
-    num_microbatches: int,
-    logits: Any,
-    apply_megatron_loss_scaling: bool = False,
-    num_rollouts: int | None = None,
-) -> Any:
+def loss_function(args: Any, batch: Any, *rest: Any, **named: Any) -> Any:
     """miles' loss of one micro-batch, whose mean per token leaves removed samples out.
 
     The patch `miles_loss` puts it into the training step. Only `calculate_per_token_loss` changes,
@@ -125,9 +125,7 @@ def loss_function(
     """
     from miles.backends.training_utils.loss import loss_function as host_function
 
-    result = host_function(
-        args, batch, num_microbatches, logits, apply_megatron_loss_scaling, num_rollouts
-    )
+    result = host_function(args, batch, *rest, **named)
     return without_empty_samples(args, result, batch["loss_masks"])
 
 

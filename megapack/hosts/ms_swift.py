@@ -13,6 +13,7 @@ import numpy as np
 from megapack.hosts import patching
 from megapack.hosts.shared.bins import even_bins
 from megapack.hosts.shared.rank_items import calculate_workload
+from megapack.hosts.shared.rank_rows import log_own
 
 Item = TypeVar("Item", bound=Sequence[object])
 """A sequence: its index or fields, then its tokens."""
@@ -38,6 +39,7 @@ def calculate_matched_group(
         rest: sequences for the next portion.
     """
     if strategy != "binpack":
+        log_own("ms-swift", f"packing_strategy={strategy}; set binpack")
         own = patching.original("swift.dataset.packing.calculate_matched_group")
         return own(sequences, packing_length, is_finished, strategy)  # type: ignore[no-any-return]
     lengths = np.array([item[1] for item in sequences], dtype=np.int64)

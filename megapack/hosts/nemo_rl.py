@@ -9,7 +9,6 @@ commit 7ea279a.
 from __future__ import annotations
 
 import contextlib
-import enum
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -34,7 +33,7 @@ from megapack.hosts.shared.families import (
 from megapack.hosts.shared.images import GRIDS, Patches, patches_of, with_images
 from megapack.hosts.shared.native import NativeSettings
 from megapack.hosts.shared.options import HostOptions, PlannerOptions
-from megapack.hosts.shared.rank_rows import Rows, log_budget
+from megapack.hosts.shared.rank_rows import Rows, log_budget, log_own
 from megapack.layout import Layout
 from megapack.policy import Policy
 
@@ -58,6 +57,8 @@ def read_settings(config: Any) -> None:
         ConfigError: an unknown key, a value that is refused, or what virtual stages do not run.
     """
     _SETTINGS.take(config.get("megapack"), "policy.megapack")
+    if not (config.get("sequence_packing") or {}).get("enabled"):
+        log_own("NeMo-RL", "set policy.sequence_packing.enabled=true")
     _refuse_with_virtual_stages(config)
 
 
@@ -70,13 +71,7 @@ def _refuse_with_virtual_stages(config: Any) -> None:
             raise ConfigError(f"policy.{key} does not run with vpp={vpp}; turn one of them off")
 
 
-def get_packer(
-    algorithm: enum.Enum | str,
-    bin_capacity: int,
-    collect_metrics: bool = False,
-    min_bin_count: int | None = None,
-    bin_count_multiple: int | None = None,
-) -> Any:
+def get_packer(*args: Any, **named: Any) -> Any:
     """NeMo-RL's own packer, which makes missing bins by splitting the heaviest ones.
 
     Inside `shard_by_batch_size` it is one that packs as the options say.
@@ -85,9 +80,8 @@ def get_packer(
         ValueError: NeMo-RL's own, on an unknown name or a number out of range.
     """
     own = patching.original("nemo_rl.data.packing.algorithms.get_packer")
-    packer = own(algorithm, bin_capacity, collect_metrics, min_bin_count, bin_count_multiple)
+    packer = with_heaviest_split(own(*args, **named))
     plan_with = _PLANNED.get()
-    packer = with_heaviest_split(packer)
     return packer if plan_with is None else plan_with(packer)
 
 

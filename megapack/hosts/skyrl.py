@@ -8,7 +8,6 @@ interleaved schedule runs; SkyRL does not check that. Written for SkyRL's commit
 
 from __future__ import annotations
 
-import enum
 from typing import Any
 
 import numpy as np
@@ -59,19 +58,14 @@ def init_iterator(self: Any, data: Any, max_tokens_per_microbatch: int) -> None:
     self._token_counts = rank.lengths.tolist()
 
 
-def make_seq_packer(
-    algorithm: enum.Enum | str,
-    bin_capacity: int,
-    min_bin_count: int | None = None,
-    bin_count_multiple: int | None = None,
-) -> Any:
+def make_seq_packer(*args: Any, **named: Any) -> Any:
     """SkyRL's own packer, which makes missing bins by splitting the heaviest ones.
 
     Raises:
         ValueError: SkyRL's own, on an unknown name or a number out of range.
     """
     own = patching.original("skyrl.train.dataset.bin_packing.make_seq_packer")
-    return with_heaviest_split(own(algorithm, bin_capacity, min_bin_count, bin_count_multiple))
+    return with_heaviest_split(own(*args, **named))
 
 
 class _RankRows:

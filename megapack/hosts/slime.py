@@ -80,13 +80,7 @@ def build_dp_schedule(
     )
 
 
-def loss_function(
-    args: Any,
-    batch: Any,
-    num_microbatches: int,
-    step_global_batch_size: int,
-    logits: Any,
-) -> Any:
+def loss_function(args: Any, batch: Any, *rest: Any, **named: Any) -> Any:
     """slime's loss of one micro-batch, whose mean per token leaves removed samples out.
 
     The patch `slime_loss` puts it into the training step. Only `calculate_per_token_loss` changes,
@@ -94,5 +88,5 @@ def loss_function(
     """
     from slime.backends.megatron_utils.loss import loss_function as host_function
 
-    result = host_function(args, batch, num_microbatches, step_global_batch_size, logits)
+    result = host_function(args, batch, *rest, **named)
     return without_empty_samples(args, result, batch["loss_masks"])

@@ -80,11 +80,14 @@ def asked_hosts(value: str) -> list[str]:
     Only the command line can name patch files; someone else may have set the variable.
 
     Raises:
-        ConfigError: megapack ships no patches for one of the names.
+        ConfigError: megapack ships no patches for one of the names, or a value names none.
     """
+    from megapack.errors import ConfigError
     from megapack.hosts.patching.files import refuse_unknown
 
     names = [name.strip() for name in value.split(",") if name.strip()]
+    if value and not names:
+        raise ConfigError(f"{value!r} names no host; set one, such as slime, or unset {VARIABLE}")
     for name in names:
         refuse_unknown(name.removeprefix("-"))
     return names

@@ -26,7 +26,7 @@ from megapack.hosts.shared.images import patches_of
 from megapack.hosts.shared.native import NativeSettings
 from megapack.hosts.shared.options import HostOptions, PlannerOptions
 from megapack.hosts.shared.rank_items import RankItems
-from megapack.hosts.shared.rank_rows import Rows
+from megapack.hosts.shared.rank_rows import Rows, log_own
 from megapack.hosts.shared.tensor_rows import take, take_rows
 from megapack.layout import Layout
 from megapack.policy import Policy
@@ -72,6 +72,8 @@ def read_settings(config: Any) -> None:
         ConfigError: an unknown key or a value that is refused.
     """
     _SETTINGS.take(config.get("megapack"), "actor_rollout_ref.megapack")
+    if not (config.get("actor") or {}).get("use_dynamic_bsz", True):
+        log_own("verl", "set actor_rollout_ref.actor.use_dynamic_bsz=True")
 
 
 def get_group_balanced_partitions(

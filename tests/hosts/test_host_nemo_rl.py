@@ -79,9 +79,15 @@ def packer(originals: dict[str, Any]) -> dict[str, Any]:
     """NeMo-RL's own functions are stand-ins; returns what `get_packer` was called with."""
     called: dict[str, Any] = {}
 
-    def own(algorithm: Any, capacity: int, metrics: bool, least: Any, multiple: Any) -> HostPacker:
-        called.update(algorithm=algorithm, metrics=metrics)
-        return HostPacker(capacity, least, multiple)
+    def own(
+        algorithm: Any,
+        bin_capacity: int,
+        collect_metrics: bool = False,
+        min_bin_count: int | None = None,
+        bin_count_multiple: int | None = None,
+    ) -> HostPacker:
+        called.update(algorithm=algorithm, metrics=collect_metrics)
+        return HostPacker(bin_capacity, min_bin_count, bin_count_multiple)
 
     originals["nemo_rl.data.packing.algorithms.get_packer"] = own
     originals[OWN] = sharded

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -65,7 +67,8 @@ def test_micro_batches_of_any_track(
         cost = sum(real) if model == "sum" else longest * len(members)
         assert cost <= budget or len(members) == 1
     assert sum(plan.sample_shares(0)) == pytest.approx(1)
-    assert 0 < plan.efficiency <= 1
+    assert plan.tokens == sum(prompts) + sum(response)
+    assert 0 <= plan.efficiency <= 1
 
 
 def test_ranks_agree_or_raise_together() -> None:
@@ -102,6 +105,60 @@ def test_ranks_agree_or_raise_together() -> None:
 def test_settings_are_checked(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"set (one of|an integer|a divisor)"):
         planned([5, 5], **change)
+
+
+@dataclass
+class Part:
+    """A micro-batch's prompts, as UniRL's track has them."""
+
+    conditions: dict[str, Any]
+    batch_size: int = 2
+
+
+@dataclass
+class Prompts:
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("mask", "width"),
+    [
+        ([[1, 0, 0, 0], [1, 1, 0, 0]], 2),
+        ([[1, 1, 1, 1], [1, 1, 0, 0]], 4),
+        # Padding on the left is no column that all prompts pad.
+        ([[0, 0, 1, 1], [0, 1, 1, 0]], 4),
+        ([[0, 0, 0, 0], [0, 0, 0, 0]], 1),
+    ],
+)
+def test_columns_that_are_padding_in_all_prompts_are_cut_off(
+    mask: list[list[int]], width: int
+) -> None:
+    ids = torch.arange(8).reshape(2, 4)
+    for kind in (torch.long, torch.bool):
+        part = Part({"prompt": Prompts(ids, torch.tensor(mask, dtype=kind)), "image": "kept"})
+        found = unirl.trimmed(part)
+        assert found.conditions["prompt"].input_ids.equal(ids[:, :width])
+        assert found.conditions["prompt"].attention_mask.equal(
+            torch.tensor(mask)[:, :width].to(kind)
+        )
+        assert found.conditions["image"] == "kept"
+        assert part.conditions["prompt"].input_ids.shape == (2, 4), "the track's own is untouched"
+
+
+def test_prompts_without_a_mask_stay() -> None:
+    for conditions in (
+        {},
+        {"prompt": None},
+        {"prompt": Prompts(torch.ones(2, 0), torch.ones(2, 0))},
+    ):
+        part = Part(conditions)
+        assert unirl.trimmed(part) is part
+
+
+def test_an_empty_response_is_a_computed_token_and_no_real_one() -> None:
+    plan = planned([0, 4], prompt_lengths=[5, 5], micro_token_budget=10)
+    assert (plan.tokens, plan.computed_tokens) == (14, 6 + 9)
 
 
 class DRPO(SimpleNamespace):

@@ -21,6 +21,7 @@ from megapack.hosts.patching.files import (
     shipped_hosts,
 )
 from megapack.hosts.patching.target import is_like, parse_signature, signature_of
+from megapack.hosts.startup import asked_hosts
 from tests.hosts.stub import PACK, Host, pack, pack_steps
 
 pytestmark = pytest.mark.hosts
@@ -380,9 +381,47 @@ def test_an_older_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         load_patches("megatron_bridge")
 
 
-def test_an_unknown_host_error_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"no patches for 'slim'; there are .*slime"):
-        patching.apply("slim")
+def test_an_older_version_is_a_finding_beside_the_others(
+    monkeypatch: pytest.MonkeyPatch, host: Host
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.3.1")
+    own = host.patch(TRAINER)
+    wrong, *others = patching.check(own, "megatron_bridge")
+    assert (wrong.target, "0.4 and newer" in wrong.problem) == ("megatron_bridge", True)
+    assert [found.problem for found in others] == [""]
+
+
+@pytest.mark.parametrize(
+    ("names", "nearest"),
+    [
+        (["slmie"], "slime"),
+        (["SLIME"], "slime"),
+        (["nemo-rl"], "nemo_rl"),
+        (["slime", "-megatron_coer"], "megatron_core"),
+        (["-megatron_coer"], "megatron_core"),
+    ],
+)
+def test_an_unknown_host_error_names_the_nearest_and_lists_all(
+    names: list[str], nearest: str
+) -> None:
+    says = rf"no patches for '.*'; did you mean {nearest}\? There are areal, .*, xtuner"
+    with pytest.raises(ConfigError, match=says):
+        patching.apply(*names)
+
+
+@pytest.mark.parametrize(
+    "names", [["slime", "-slime", "-megatron_core"], ["megatron_lm", "-megatron_lm"]]
+)
+def test_names_that_leave_everything_out_are_refused(names: list[str]) -> None:
+    with pytest.raises(ConfigError, match="all patches are left out; name one that stays"):
+        patching.apply(*names)
+
+
+@pytest.mark.parametrize("value", [",", " ", ",,", " , "])
+def test_a_value_of_the_variable_that_names_nothing_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match="names no host; set one, such as slime, or unset"):
+        asked_hosts(value)
+    assert asked_hosts("") == []
 
 
 def hosts_of(*names: str) -> list[str]:
@@ -417,7 +456,7 @@ def test_apply_and_revert_take_what_a_host_brings(host: Host) -> None:
 def test_a_file_brings_shipped_hosts_only(host: Host) -> None:
     own = host.patch(TRAINER)
     Path(own).write_text(Path(own).read_text().replace("seen: now", "seen: now\nbrings: [mine]"))
-    with pytest.raises(ConfigError, match="no patches for mine"):
+    with pytest.raises(ConfigError, match="no patches for 'mine'"):
         load_patches(own)
 
 

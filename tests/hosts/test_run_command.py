@@ -12,6 +12,7 @@ import pytest
 
 from megapack.cli import main
 from megapack.hosts import startup
+from megapack.hosts.patching.files import shipped_hosts
 
 pytestmark = pytest.mark.hosts
 
@@ -182,8 +183,18 @@ def test_an_unknown_host_ends_a_process_that_imports_a_host(folder: Path, patch:
         code, out, err = child(folder, patch=patch, code=f"print(1); import {host}; print(2)")
         assert (code, out) == (2, "1")
         (line,) = err.splitlines()
-        assert line.startswith(f"megapack: MEGAPACK_PATCH: no patches for {patch!r}; there are ")
-        assert line.endswith("; did you mean slime?") == (patch == "slim")
+        assert line.startswith(f"megapack: MEGAPACK_PATCH: no patches for {patch!r}; ")
+        assert ("; did you mean slime? There are " in line) == (patch == "slim")
+
+
+@pytest.mark.parametrize("patch", [",", " "])
+def test_a_value_without_names_ends_a_process_that_imports_a_host(folder: Path, patch: str) -> None:
+    code, out, err = child(folder, patch=patch, code="print(1); import megatron.training; print(2)")
+    assert (code, out) == (2, "1")
+    assert err == (
+        f"megapack: MEGAPACK_PATCH: {patch!r} names no host; set one, such as slime, or unset "
+        "MEGAPACK_PATCH"
+    )
 
 
 @pytest.mark.parametrize("patch", ["slim", "slime,-verl"])
@@ -208,6 +219,22 @@ def test_patch_list_show_and_diff(capsys: pytest.CaptureFixture[str]) -> None:
     assert "slime_loss: off; on with MEGAPACK_PATCH=slime,slime_loss" in shown
     assert main(["patch", "diff", "slime"]) == 0
     assert "slime needs no change" in capsys.readouterr().out
+
+
+def test_an_older_version_hides_no_other_host(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.1")
+    assert main(["patch", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(shipped_hosts())
+    too_old = [line.split()[0] for line in lines if "0.1 is installed and the patches are" in line]
+    assert too_old == ["megatron_bridge", "skyrl", "slime"]
+    assert main(["patch", "show", "slime"]) == 0
+    shown = capsys.readouterr().out
+    assert "slime: cannot be applied: slime 0.1 is installed" in shown
+    assert "megatron_core: on, brought by slime" in shown
+    assert main(["patch", "diff", "slime"]) == 2
 
 
 @pytest.mark.parametrize(("found", "code"), [(TRAINING, 0), ("def other(): pass\n", 1)])

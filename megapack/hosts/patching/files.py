@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -118,9 +118,8 @@ class PatchFile:
             raise ConfigError(f"host={self.host!r}; write a word like slime or megatron_lm")
         if not self.patches:
             raise ConfigError(f"{self.host} has no patches; write at least one")
-        unknown = {*self.brings, *(each.host for each in self.optional)} - set(shipped_hosts())
-        if unknown:
-            raise ConfigError(f"{self.host}: no patches for {', '.join(sorted(unknown))}")
+        for host in (*self.brings, *(each.host for each in self.optional)):
+            refuse_unknown(host)
         if self.distribution is None and self.since is not None:
             raise ConfigError("since is a version of a distribution; set distribution")
 
@@ -134,6 +133,16 @@ class PatchFile:
         except metadata.PackageNotFoundError:
             return None
 
+    @property
+    def problem(self) -> str:
+        """Why the file is not for the host's installed version; empty if it may be."""
+        if self.is_for(self.version):
+            return ""
+        return (
+            f"{self.host} {self.version} is installed and the patches are for {self.since} and "
+            "newer; install such a version, or an older megapack"
+        )
+
     def is_for(self, version: str | None) -> bool:
         """Whether the file is for a version of the host; None: it is not known, so it may be."""
         if version is None or self.since is None:
@@ -141,46 +150,58 @@ class PatchFile:
         return _release(version) >= _release(self.since)
 
 
-def load_patches(host: str) -> PatchFile:
-    """The patch file of a host, or of a path that ends in `.yaml`.
+def read_patches(host: str) -> PatchFile:
+    """The patch file of a host, or of a path that ends in `.yaml`, whatever is installed.
 
     Raises:
-        ConfigError: no such host, a file for newer versions than the installed one, or an invalid
-            file.
+        ConfigError: no such host, or an invalid file.
     """
     if host.endswith(".yaml"):
         return _load(Path(host))
     refuse_unknown(host)
-    file = _load(_folder() / f"{host}.yaml")
-    if not file.is_for(file.version):
-        raise ConfigError(
-            f"{host} {file.version} is installed and the patches are for {file.since} and newer; "
-            "install such a version, or an older megapack"
-        )
+    return _load(_folder() / f"{host}.yaml")
+
+
+def load_patches(host: str) -> PatchFile:
+    """The patch file of a host, to be applied.
+
+    Raises:
+        ConfigError: as `read_patches`, or the file is for newer versions than the installed one.
+    """
+    file = read_patches(host)
+    if file.problem:
+        raise ConfigError(file.problem)
     return file
 
 
-def patch_set(names: Iterable[str]) -> tuple[PatchFile, ...]:
+def patch_set(
+    names: Iterable[str], read: Callable[[str], PatchFile] = load_patches
+) -> tuple[PatchFile, ...]:
     """The patch files of hosts and of what these bring, each once, in this order.
 
     Args:
         names: hosts, or paths that end in `.yaml`. A name after a minus is left out:
             `["slime", "-megatron_core"]` is slime's planner without the step.
+        read: `read_patches` takes files for other versions, too.
 
     Raises:
-        ConfigError: as `load_patches`, or a minus before what no other name brings.
+        ConfigError: as `read`, a minus before what no other name brings, or names that leave
+            everything out.
     """
     names = list(names)
     left_out = {name[1:] for name in names if name.startswith("-")}
     files: dict[str, PatchFile] = {}
     for name in names:
         if not name.startswith("-"):
-            file = load_patches(name)
-            for each in (file, *map(load_patches, file.brings)):
+            file = read(name)
+            for each in (file, *map(read, file.brings)):
                 files.setdefault(each.host, each)
     for name in sorted(left_out - files.keys()):
+        refuse_unknown(name)
         brought = ", ".join(files) or "nothing"
         raise ConfigError(f"-{name}: nothing to leave out; the other names bring {brought}")
+    if left_out and left_out == files.keys():
+        raise ConfigError(f"{', '.join(names)}: all patches are left out; name one that stays")
     return tuple(file for host, file in files.items() if host not in left_out)
 
 
@@ -188,13 +209,13 @@ def refuse_unknown(host: str) -> None:
     """Refuse a name that is no shipped host; a path is none.
 
     Raises:
-        ConfigError: with the shipped hosts, and the nearest if one is near.
+        ConfigError: with the nearest of the shipped hosts, if one is near, and all of them.
     """
     hosts = shipped_hosts()
     if host not in hosts:
-        near = difflib.get_close_matches(host, hosts, n=1)
-        meant = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"no patches for {host!r:.60}; there are {', '.join(hosts)}{meant}")
+        near = difflib.get_close_matches(host.lower(), hosts, n=1)
+        meant = f"did you mean {near[0]}? There" if near else "there"
+        raise ConfigError(f"no patches for {host!r:.60}; {meant} are {', '.join(hosts)}")
 
 
 def shipped_hosts() -> tuple[str, ...]:
@@ -204,7 +225,7 @@ def shipped_hosts() -> tuple[str, ...]:
 
 def shipped_files() -> tuple[PatchFile, ...]:
     """Every patch file of megapack, whatever is installed."""
-    return tuple(_load(_folder() / f"{host}.yaml") for host in shipped_hosts())
+    return tuple(map(read_patches, shipped_hosts()))
 
 
 def _folder() -> Path:

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from megapack.errors import PatchError
-from megapack.hosts.patching.files import patch_set
+from megapack.hosts.patching.files import patch_set, read_patches
 from megapack.hosts.patching.target import Patch, Status
 
 __all__ = ["Finding", "Status", "apply", "check", "original", "revert", "status"]
@@ -36,7 +36,7 @@ class Finding:
     """Whether one name of a host can be replaced."""
 
     target: str
-    """Dotted path of the name."""
+    """Dotted path of the name; the host's name if its version is the problem."""
     problem: str
     """Why it cannot be replaced; empty if it can."""
 
@@ -115,15 +115,18 @@ def original(name: str) -> Any:
 def check(*names: str) -> tuple[Finding, ...]:
     """Import a framework's modules and report which names can be replaced, without replacing any.
 
+    A file for newer versions than the installed one is a finding of its own, and imports nothing.
+
     Args:
         names: as those of `apply`.
 
     Raises:
         ConfigError: no such host or file.
     """
-    return tuple(
-        _finding(Patch(file, entry)) for file in patch_set(names) for entry in file.patches
-    )
+    files = patch_set(names, read_patches)
+    wrong = [Finding(target=file.host, problem=file.problem) for file in files if file.problem]
+    fitting = (Patch(file, entry) for file in files if not file.problem for entry in file.patches)
+    return (*wrong, *map(_finding, fitting))
 
 
 def _finding(patch: Patch) -> Finding:

@@ -195,6 +195,12 @@ def small_at_ends(rows: Rows, work: Ints | Floats) -> Rows:
 
 
 @cache
+def log_own(host: str, why: str) -> None:
+    """Say once that a host's own micro-batches stay, though its patch is on, and what to set."""
+    logger.warning("%s: micro-batches are %s's own, not planned: %s", host, host, why)
+
+
+@cache
 def log_budget(host: str, max_tokens: int, cp: int | None) -> None:
     """Log once how a budget is read; cp is None if the host does not give it."""
     per_gpu = f"{max_tokens // cp} per GPU with cp={cp}" if cp else "before CP"

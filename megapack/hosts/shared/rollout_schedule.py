@@ -21,7 +21,7 @@ from megapack.hosts.shared.flops import model_flops
 from megapack.hosts.shared.images import DECODER_FLOPS, patches_of, with_images
 from megapack.hosts.shared.native import NativeSettings, Provider
 from megapack.hosts.shared.options import HostOptions, shares_prefixes
-from megapack.hosts.shared.rank_rows import log_budget
+from megapack.hosts.shared.rank_rows import log_budget, log_own
 from megapack.layout import Layout
 from megapack.plan.plan import Plan
 from megapack.policy import Policy
@@ -92,6 +92,7 @@ def with_settings(own: str, add_custom_arguments: Provider | None) -> Provider:
 
 def own_schedule(host: str, *args: Any, **ids: Any) -> Schedule:
     """The host's own schedule, which it makes without dynamic batches."""
+    log_own(host, "set --use-dynamic-batch-size and --max-tokens-per-gpu")
     own = patching.original(f"{host}.utils.dp_schedule.build_dp_schedule")
     return own(*args, **ids)  # type: ignore[no-any-return]
 

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from megapack.errors import ConfigError, PlanError
 from megapack.hosts import patching
+from megapack.hosts.shared.rank_rows import log_own
 from megapack.hosts.unirl.plan import (
     MicroCostModel,
     MicroPlan,
@@ -36,6 +37,7 @@ __all__ = [
     "plan_micro_batches",
     "prepare_segment",
     "train",
+    "trimmed",
 ]
 
 logger = logging.getLogger(__name__)
@@ -46,33 +48,24 @@ _STACK = "unirl.train.stack.TrainStack"
 def init_stack(
     self: Any,
     *,
-    fsdp_backend: Any,
     algorithm: Any,
-    micro_batch_size: int,
-    max_grad_norm: float,
-    num_updates_per_batch: int = 1,
     micro_token_budget: int | None = None,
     micro_cost_model: MicroCostModel = "dense",
     packed_replay: bool | None = None,
+    **own: Any,
 ) -> None:
     """`TrainStack.__init__` with a token budget.
 
     Args:
         micro_token_budget: computed tokens per micro-batch; None: `micro_batch_size` samples.
-        micro_cost_model: "dense", since UniRL's replays pad.
+        micro_cost_model: "dense", since UniRL's replays pad; prompts are `trimmed` before.
         packed_replay: not true, for the same reason.
+        own: what UniRL's takes, too.
 
     Raises:
         ConfigError: the loss does not go with a budget, or the settings count on packed replays.
     """
-    patching.original(f"{_STACK}.__init__")(
-        self,
-        fsdp_backend=fsdp_backend,
-        algorithm=algorithm,
-        micro_batch_size=micro_batch_size,
-        max_grad_norm=max_grad_norm,
-        num_updates_per_batch=num_updates_per_batch,
-    )
+    patching.original(f"{_STACK}.__init__")(self, algorithm=algorithm, **own)
     check_budget(micro_token_budget, micro_cost_model)
     if packed_replay or (micro_token_budget is not None and micro_cost_model == "sum"):
         raise ConfigError(
@@ -85,6 +78,8 @@ def init_stack(
     if micro_token_budget is not None:
         mean_over(algorithm)
         logger.info("UniRL counts tokens per micro-batch: token_budget=%d", micro_token_budget)
+    else:
+        log_own("UniRL", "set micro_token_budget in the recipe's stack")
 
 
 def optimizer_step_slices(self: Any, total: int) -> list[list[Range]]:
@@ -118,7 +113,7 @@ def prepare_segment(self: Any, resp_track: Any) -> None:
         return
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
     for start, end in chain.from_iterable(self.micro_plan.updates):
-        micro, filled = with_response(resp_track.select(self.micro_plan.order[start:end]))
+        micro, filled = _micro_batch(resp_track, self.micro_plan, start, end)
         self.algorithm.prepare_segment(conditions=micro.conditions, segment=micro.segment)
         for name, values in parts.items():
             value = getattr(micro.segment, name)
@@ -160,13 +155,15 @@ def _plan_of_track(stack: Any, track: Any) -> MicroPlan | None:
     if budget is None:
         return None
     num_samples = int(track.batch_size)
+    prompts = _prompt_lengths(track, num_samples)
+    # Without the prompts' tokens no budget can be counted.
     plan = plan_micro_batches(
-        _segment_lengths(track, num_samples),
+        None if prompts is None else _segment_lengths(track, num_samples),
         num_samples=num_samples,
         num_updates=stack.num_updates_per_batch,
         micro_batch_size=stack.micro_batch_size,
         micro_token_budget=budget,
-        prompt_lengths=_prompt_lengths(track, num_samples),
+        prompt_lengths=prompts,
     )
     return plan if plan.mean_response_tokens else None
 
@@ -189,7 +186,7 @@ def _train_planned(
     for (start, end), weight in zip(micro_slices, weights, strict=True):
         # UniRL may reduce gradients in the backward of the last micro-batch alone.
         stack.fsdp_backend.set_grad_sync(end == micro_slices[-1][1])
-        micro, filled = with_response(track.select(plan.order[start:end]))
+        micro, filled = _micro_batch(track, plan, start, end)
         result = stack.algorithm.compute_loss_and_backward(
             conditions=micro.conditions,
             segment=micro.segment,
@@ -252,6 +249,32 @@ def replayed_anchors(algorithm: Any, segment: Any) -> tuple[str, ...]:
     return ("log_probs",) if replays and segment.log_probs is not None else ()
 
 
+def _micro_batch(track: Any, plan: MicroPlan, start: int, end: int) -> tuple[Any, bool]:
+    """The samples of a range as the plan counts them, and whether a response was put in."""
+    return with_response(trimmed(track.select(plan.order[start:end])))
+
+
+def trimmed(micro: Any) -> Any:
+    """The micro-batch, its prompts padded to the longest of its own.
+
+    A track's prompts are padded to the track's longest, and UniRL's replays of Qwen3 compute what
+    they are given. Only columns that are padding in every prompt are cut off; positions are counted
+    from attention masks, so log-probs and gradients stay.
+
+    Args:
+        micro: samples of a track, as `select` and `slice` give them.
+    """
+    lengths = _prompt_lengths(micro, int(micro.batch_size))
+    if lengths is None:
+        return micro
+    prompt = micro.conditions["prompt"]
+    # A replay reads the first log-prob behind the prompt's last column, so one column stays.
+    width = max(1, *lengths)
+    own = {name: getattr(prompt, name)[:, :width] for name in ("input_ids", "attention_mask")}
+    conditions = {**micro.conditions, "prompt": dataclasses.replace(prompt, **own)}
+    return dataclasses.replace(micro, conditions=conditions)
+
+
 def with_response(micro: Any) -> tuple[Any, bool]:
     """The micro-batch; one without any response token with a token of no advantage, and True.
 
@@ -284,13 +307,13 @@ def _segment_lengths(part: Any, num_samples: int) -> list[int] | None:
 
 
 def _prompt_lengths(part: Any, num_samples: int) -> list[int] | None:
-    """Read the attention mask [samples, tokens] of `part.conditions["prompt"]`, if it has one."""
-    conditions = getattr(part, "conditions", None)
-    if isinstance(conditions, dict):
-        prompt = conditions.get("prompt")
-    else:
-        prompt = getattr(conditions, "prompt", None)
-    mask = getattr(prompt, "attention_mask", None)
-    if mask is None or mask.ndim != 2 or len(mask) != num_samples:
+    """Columns up to each prompt's last token, by the attention mask [samples, columns] of
+    `part.conditions["prompt"]`; None without such a mask."""
+    mask = getattr(part.conditions.get("prompt"), "attention_mask", None)
+    if mask is None or mask.ndim != 2 or len(mask) != num_samples or not mask.numel():
         return None
-    return [int(length) for length in mask.sum(-1)]
+    is_token = mask.ne(0).long()
+    ends: list[int] = (
+        (is_token * is_token.new_tensor(range(1, mask.shape[1] + 1))).amax(-1).tolist()
+    )
+    return ends

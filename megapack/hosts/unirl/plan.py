@@ -283,7 +283,8 @@ def _budget_plan(
         ranges.append(list(pairwise(accumulate(map(len, rows), initial=len(order)))))
         order.extend(chain.from_iterable(rows))
         computed += sum(map(sizes.cost, rows))
-    tokens = int(sizes.total.sum())
+    # An empty response has a size, but no real token.
+    tokens = int(sizes.prompt.sum()) + sum(rank.response_tokens)
     plan = MicroPlan(order, ranges, tokens, computed, rank.response_tokens, mean_tokens)
     logger.info(
         "%d samples in %s micro-batches per update of at most %d tokens, efficiency %.3f (%d real "

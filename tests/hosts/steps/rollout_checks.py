@@ -72,8 +72,16 @@ def check_rows_of_mamba_layers(runs: Runs) -> None:
 
 
 def check_interleaving_without_overlap_fails(runs: Runs, patches: str) -> None:
-    """On the host's schedule a received tensor has the shape of another row."""
-    with pytest.raises(AssertionError, match="split_with_sizes expects split_sizes to sum exactly"):
+    """On the host's schedule a received tensor has the shape of another row.
+
+    Transformer Engine, where it is installed, finds no angles for the positions that are too many;
+    without it the rotation's split by samples fails before.
+    """
+    unlike_its_row = (
+        r"split_with_sizes expects split_sizes to sum exactly|The size of tensor a \(\d+\) must "
+        r"match the size of tensor b \(\d+\) at non-singleton dimension 0"
+    )
+    with pytest.raises(AssertionError, match=unlike_its_row):
         runs("pp=2,vpp=2", patches, "fanout+nooverlap")
 
 

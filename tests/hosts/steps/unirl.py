@@ -12,6 +12,7 @@ A case is words with `+`:
     defer               one reduction of gradients per update
     all                 the samples of two ranks on this one
     empty               half of rank 0's samples have no response
+    wide                the first sample of each rank has a prompt far longer than the others'
     large               hidden size 256, and samples 8 times as long
 
 Cases with commas run one after the other, each from the same weights; the report has each case's by
@@ -67,13 +68,15 @@ def run(arguments: job.Arguments, case: str) -> dict[str, Any]:
 
     words = case.split("+")
     stack = make_stack(words, patched="unirl" in arguments.patches)
-    found: dict[str, Any] = {"losses": [], "metrics": [], "counts": [], "tokens": []}
+    found: dict[str, Any] = {name: [] for name in ("losses", "metrics", "counts")}
+    found |= {"tokens": [], "replayed": []}
     gradients: list[torch.Tensor] = []
     record(stack, found, gradients)
     timing = job.Report()
     track = make_track(words)
     for _ in range(arguments.steps):
         found["tokens"].append([])
+        found["replayed"].append([])
         result = job.timed(timing, lambda: stack.train_track(track, training_progress=0.0))
         found["losses"].append(result.loss)
         found["metrics"].append(dict(result.metrics))
@@ -82,6 +85,8 @@ def run(arguments: job.Arguments, case: str) -> dict[str, Any]:
     found["seconds"] = timing.step_seconds
     found["cpu_seconds"] = timing.more["cpu_seconds"]
     found["anchors"] = track.segment.log_probs.tolist()
+    found["real"] = int(track.conditions["prompt"].attention_mask.sum()) + len(track.segment.tokens)
+    found["replayed"].append([])
     found["logprobs"] = logprobs(stack, make_track(words))
     if dist.get_rank() == 0:
         torch.save(gradients, arguments.folder / f"{case}.pt")
@@ -122,9 +127,10 @@ def make_stack(words: list[str], *, patched: bool) -> Any:
             reshard_after_forward="defer" not in words,
             defer_grad_sync="defer" in words,
         ),
-        # With Adam's usual eps of 1e-8 an element whose gradient is rounding alone moves by the
-        # learning rate: after two updates log-probs then differ by 2e-5, and by 2e-6 with this.
-        optimizer_cfg=OptimizerConfig(1e-3, 0.9, 0.99, 1e-6, 0.0),
+        # An eps far above the gradients, which are 0.01 and less, makes Adam a linear step of the
+        # usual size. With eps=1e-6 it divides rounding by rounding: an element whose gradient is
+        # 1e-7 moves by lr in either direction, and log-probs after four steps were 1e-5 apart.
+        optimizer_cfg=OptimizerConfig(0.1, 0.9, 0.99, 1.0, 0.0),
         scheduler_cfg=LrSchedulerConfig("constant", 0, 100),
         device=cpu,
     )
@@ -199,6 +205,8 @@ def rank_samples(words: list[str], rank: int) -> list[tuple[Any, Any, Any, float
         )
         if "empty" in words and number >= NUM_SAMPLES // 2 and rank == 0:
             prompt, response = 40, 0
+        if "wide" in words and number == 0:
+            prompt = 50
         tokens = torch.randint(2, VOCAB_SIZE, (prompt + response,), generator=generator)
         old = torch.randn(response, generator=generator) * 0.1 - 4.5
         advantage = float(torch.randn(1, generator=generator))
@@ -228,14 +236,15 @@ def joined(samples: list[tuple[Any, Any, Any, float]]) -> Any:
 
 
 def record(stack: Any, found: dict[str, Any], gradients: list[Any]) -> None:
-    """Add the tokens that the model is given in each training forward, and whole gradients."""
+    """Add whole gradients, and the tokens that the model is given in each forward: those that train
+    are `tokens`, the others `replayed`."""
     import torch
 
     model, step = stack.fsdp_backend.model, stack.fsdp_backend.optimizer_step
 
     def forward(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled():
-            found["tokens"][-1].append(kwargs["input_ids"].numel())
+        kind = "tokens" if torch.is_grad_enabled() else "replayed"
+        found[kind][-1].append(kwargs["input_ids"].numel())
 
     def optimizer_step(**options: Any) -> Any:
         parts = [p.grad.full_tensor().flatten() for p in model.parameters() if p.requires_grad]

@@ -232,7 +232,7 @@ def test_an_unwritable_cache_folder_is_a_fault(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_patch_missing_in_new_processes_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     (none,) = in_child(monkeypatch, "patches")
-    assert none.found == "no patches (MEGAPACK_PATCH is not set)"
+    assert none.found == "no patches (MEGAPACK_PATCH names none)"
     # Set after the child's start, as if this Python had no start-up file.
     monkeypatch.setattr(
         runner, "_CHILD", f"import os; os.environ['MEGAPACK_PATCH'] = 'slime'; {runner._CHILD}"
@@ -240,6 +240,18 @@ def test_a_patch_missing_in_new_processes_is_a_fault(monkeypatch: pytest.MonkeyP
     (slime,) = in_child(monkeypatch, "patches")
     assert "no megapack-startup.pth" in slime.faults[0]
     assert any("slime" in fault and "ModuleNotFoundError" in fault for fault in slime.faults[1:])
+
+
+@pytest.mark.parametrize("value", ["slmie", ",", "slime,-megatron_coer"])
+def test_a_refused_value_of_the_patches_hides_no_other_probe(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    """It ended the child at its import of Megatron, which was then what doctor called broken."""
+    monkeypatch.setenv("MEGAPACK_PATCH", value)
+    (fault,) = [fault for fault in run_probe("environment").faults if "MEGAPACK_PATCH" in fault]
+    assert "did you mean" in fault or "names no host" in fault
+    megatron, patches = in_child(monkeypatch, "megatron", "patches")
+    assert (megatron.broken, patches.broken) == (False, False)
 
 
 def test_the_command_prints_json_and_ends_with_1(tmp_path: Path, repo_root: Path) -> None:
