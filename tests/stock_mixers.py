@@ -27,14 +27,15 @@ REARRANGED = {
 
 
 class GatedNorm(torch.nn.Module):
-    """mamba_ssm's RMSNorm of groups; the gate has been applied before."""
+    """mamba_ssm's RMSNorm of groups, after a gate if there is one."""
 
     def __init__(self, width: int, *, eps: float, group_size: int, dtype: Any, **_: Any) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(width, dtype=dtype))
         self.eps, self.group_size = eps, group_size
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        x = x if z is None else x * F.silu(z)
         groups = torch.unflatten(x, -1, (-1, self.group_size))
         groups = groups * (groups.square().mean(-1, keepdim=True) + self.eps).rsqrt()
         normed: Tensor = groups.flatten(-2) * self.weight

@@ -63,7 +63,7 @@ def check_heads(chunks: Iterable[Any], ranks: Iterable[int]) -> None:
     shared = sorted({*ranks} - {1})
     # Steps whose rows each have one rank do not walk the modules.
     modules = (named for chunk in chunks for named in chunk.named_modules()) if shared else ()
-    layers = [(name, m) for name, m in modules if getattr(m, "runs_packed_rows", False)]
+    layers = [(name, m) for name, m in modules if hasattr(m, "convolved")]
     for count in shared:
         for name, layer in layers:
             heads, *groups = (section.heads for section in (layer.heads, *layer.convolved))

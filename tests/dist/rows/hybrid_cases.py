@@ -55,6 +55,13 @@ _MUTATED = {
         ("no exchanged heads", "wide", "wide_dp2-none"),
     )
 }
+_STOCK = {
+    f"stock_{name}": replace(_case(name, "hybrid"), kinds=("grpo",), stock=True)
+    for name in (
+        *("prefixes_pp2_vpp2-full", "prefixes_depth3", "split_pp2-none", "split_shared_pp2_vpp2-full"),
+        *("wide_dp2-none", "wide_prefixes_pp2_vpp2_full", "split_wide_pp2_vpp2_full"),
+    )
+}
 SPECIAL = {
     **{f"hybrid_{name}": _case(name, "hybrid") for name in _DENSE},
     **{
@@ -62,6 +69,7 @@ SPECIAL = {
         for model in ("gated_delta", "mamba")
         for name in _EXPERTS
     },
+    **_STOCK,
     **_MUTATED,
 }
 """Both kinds of recurrent layers, each with experts, and mistakes that must be seen."""
@@ -74,6 +82,7 @@ TESTED = (
         "gated_delta_split_family_moe",
         "mamba_prefixes_moe_cp2",
     ),
+    *("stock_prefixes_pp2_vpp2-full", "stock_split_pp2-none", "stock_wide_dp2-none"),
     *_MUTATED,
 )
 """The cases of the tests. tools/exactness.py runs all."""

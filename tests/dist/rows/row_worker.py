@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -95,6 +95,21 @@ _MUTATIONS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
+@contextlib.contextmanager
+def _stock_layers() -> Iterator[None]:
+    """Within the block, models are built of Megatron's own recurrent layers."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+    from megatron.core.ssm.mamba_mixer import MambaMixer
+
+    from megapack.job.gpt import hybrid
+    from tests import stock_mixers
+
+    stock_mixers.install()
+    own = {"PackedGatedDeltaNet": GatedDeltaNet, "PackedMambaMixer": MambaMixer}
+    with mock.patch.multiple(hybrid, **own):
+        yield
+
+
 class Run:
     """One model of a case, on this rank."""
 
@@ -108,13 +123,14 @@ class Run:
         model = dataclasses.replace(MODELS[name], recompute=case.recompute, freeze=case.frozen)
         # Layers of Transformer Engine put weight gradients off in every plan, or in none.
         weights_later = case.lag is not None or (runs_te() and case.policy.backward == "split")
-        self.chunks = build_chunks(
-            case.layout,
-            model=model,
-            split=case.split,
-            value_head=value_head,
-            splits_backward=runs_te() and weights_later,
-        )
+        with _stock_layers() if case.stock else contextlib.nullcontext():
+            self.chunks = build_chunks(
+                case.layout,
+                model=model,
+                split=case.split,
+                value_head=value_head,
+                splits_backward=runs_te() and weights_later,
+            )
         self.adapter = ScheduleAdapter(
             self.chunks,
             layout=case.layout,

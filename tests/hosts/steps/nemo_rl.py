@@ -8,6 +8,7 @@ Megatron-Bridge model: its chunk is the tests' tiny GPT, the optimizer Megatron'
 settings.
 
     mamba       the toy has Mamba-2 layers
+    hybrid      a gated delta net, too
     prompts     the four samples of a group begin with the same 14 tokens
     shared      MEGAPACK_SHARE_PREFIXES=1
     draft       the forward step captures hidden states, as for a draft model
@@ -22,7 +23,7 @@ from typing import Any
 from unittest import mock
 
 from tests.hosts.steps import adapters, job
-from tests.hosts.steps.mamba import Told, mamba_chunks, packed_seq_params
+from tests.hosts.steps.mamba import Told, mamba_chunks, packed_seq_params, pattern_of
 from tools.hosting import import_stubs
 
 ABSENT = (
@@ -205,9 +206,9 @@ def build_chunk(arguments: job.Arguments) -> Any:
             setattr(config, name, value)
         return config
 
-    if arguments.case == "mamba":
+    if pattern := pattern_of(arguments.case):
         build.initialize_parallel(arguments.layout, problem.SEED)
-        (chunk,) = mamba_chunks(settings)
+        (chunk,) = mamba_chunks(settings, pattern)
         return chunk
     with mock.patch.object(build, "transformer_config", transformer_config):
         (chunk,) = setup.build_chunks(

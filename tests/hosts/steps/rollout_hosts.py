@@ -14,6 +14,7 @@ A case is a list of words, joined by `+`: `tokens+fanout+removed`.
     ppo         PPO's advantages, from made-up values of a critic
     experts     the model has experts with a balancing loss, and only that loss trains
     mamba       the model has Mamba-2 layers
+    hybrid      the model has a gated delta net and Mamba-2 layers
     lora        the model has adapters, which miles makes
     nooverlap   overlap_p2p_comm=False, which Megatron-LM's arguments refuse with pp2 x vpp2
     images      samples with pixels and grids, and the host's own model with its tower
@@ -48,7 +49,7 @@ from tests.hosts.steps.job import (
     timed,
     write,
 )
-from tests.hosts.steps.mamba import Told, mamba_chunks
+from tests.hosts.steps.mamba import Told, mamba_chunks, pattern_of
 from tools.hosting import import_stubs
 from tools.hosting.sources import source
 
@@ -360,9 +361,9 @@ def build_host_chunks(
 
     case = words(arguments)
     settings = host_settings(arguments)
-    if "mamba" in case:
+    if pattern := pattern_of(arguments.case):
         build.initialize_parallel(arguments.layout, problem.SEED)
-        return mamba_chunks(settings)
+        return mamba_chunks(settings, pattern)
     own = build.transformer_config
 
     def host_config(*args: Any, **kwargs: Any) -> Any:
