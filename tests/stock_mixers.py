@@ -7,12 +7,14 @@ process that has called `launch.start("cpu")`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import itertools
 import sys
 import types
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -200,6 +202,19 @@ def install() -> None:
     for module in modules:
         for name in names.keys() & vars(module).keys():
             setattr(module, name, names[name])
+
+
+@contextlib.contextmanager
+def of_hybrids() -> Iterator[None]:
+    """Within the block, the job's hybrid models are built of Megatron's own recurrent layers."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+    from megapack.job.gpt import hybrid
+
+    install()
+    own = {"PackedGatedDeltaNet": GatedDeltaNet, "PackedMambaMixer": MambaMixer}
+    with mock.patch.multiple(hybrid, **own):
+        yield
 
 
 class ShortConvolution(torch.nn.Conv1d):

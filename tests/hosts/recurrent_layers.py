@@ -172,18 +172,37 @@ def _rollout_layers(host: str) -> list[tuple[Any, Any]]:
     """Layers of slime and miles, inside of the module that is told the row."""
     sys.path.insert(0, str(source(host)))
     import_stubs.install("ray", "sglang", "torch_memory_saver", "wandb", "httpx", "tensorboard")
-    layers = []
-    for kind, module in (("qwen3_next", "qwen3_next"), ("qwen3_5_text", "qwen3_5")):
-        package = importlib.import_module(f"{host}_plugins.models.{module}")
-        if hasattr(package, "accelerator"):
-            package.accelerator.current_device = lambda: torch.device("cpu")
-        args = SimpleNamespace(
-            hf_checkpoint=str(folder_of(kind, HIDDEN, Path(tempfile.mkdtemp()))),
-            sequence_parallel=False,
-        )
-        owner = package.Attention(args, _config(), 1)
-        layers.append((owner, owner.linear_attn))
-    return layers
+    args = SimpleNamespace(sequence_parallel=False)
+    owners = [_rollout_layer(host, name, args, _config(), 1) for name in ("qwen3_next", "qwen3_5")]
+    return [(owner, owner.linear_attn) for owner in owners]
+
+
+def _rollout_layer(host: str, name: str, args: Any, config: Any, number: int) -> Any:
+    module = importlib.import_module(f"{host}_plugins.models.{name}")
+    if hasattr(module, "accelerator"):
+        module.accelerator.current_device = lambda: torch.device("cpu")
+    kind = "qwen3_5_text" if name == "qwen3_5" else name
+    folder = folder_of(kind, config.hidden_size, Path(tempfile.mkdtemp()))
+    args.hf_checkpoint = str(folder)
+    return module.Attention(args, config, number)
+
+
+def use(host: str, args: Any, chunks: Sequence[Any]) -> None:
+    """Put the host's gated delta net into every second layer of chunks of the toy GPT.
+
+    Args:
+        args: the host's.
+    """
+    stock_mixers.install_fla()
+    backends = dict.fromkeys(("qwen_gdn_backend", "linear_attention_backend"), "fla")
+    vars(args).update(sequence_parallel=False, **backends)
+    layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
+    for layer in (layer for layer in layers if layer.layer_number % 2):
+        own = _rollout_layer(host, "qwen3_next", args, chunks[0].config, layer.layer_number)
+        generator = torch.Generator().manual_seed(layer.layer_number)
+        for name, weight in own.named_parameters():
+            torch.nn.init.normal_(weight, -2.0 if "A_log" in name else 0, 0.2, generator=generator)
+        layer.self_attention = own
 
 
 def _module(host: str, name: str) -> ModuleType:
@@ -232,7 +251,9 @@ def _kimi_layers() -> list[tuple[Any, Any]]:
     package = _module("skyrl", "skyrl.backends.skyrl_train.patches.megatron.mcore_ext.kda")
     own = {"f_a_proj": Duplicated, "g_a_proj": Duplicated, "o_proj": RowParallelLinear}
     names = ("q_proj", "k_proj", "v_proj", "f_b_proj", "g_b_proj", "b_proj")
-    parts = package.KimiDeltaAttentionSubmodules(**own, **dict.fromkeys(names, ColumnParallelLinear))
+    parts = package.KimiDeltaAttentionSubmodules(
+        **own, **dict.fromkeys(names, ColumnParallelLinear)
+    )
     layers = []
     for bound in (-5.0, None):
         config = _config(linear_num_key_heads=4, kda_gate_lower_bound=bound)

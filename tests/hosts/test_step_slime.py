@@ -15,6 +15,7 @@ from tests.hosts.steps.rollout_checks import (
     check_patched,
     check_planned_interleaving_without_overlap,
     check_planned_rows,
+    check_recurrent_layers,
     check_rows_of_mamba_layers,
     check_shared_prefixes,
     check_tower,
@@ -140,3 +141,13 @@ def test_slimes_images_need_its_patch_of_megatron_under_context_parallelism(runs
 @needs_mamba
 def test_rows_of_mamba_layers(runs: Runs) -> None:
     check_rows_of_mamba_layers(runs)
+
+
+@pytest.mark.parametrize(
+    ("layers", "layout"),
+    [pytest.param("hybrid", "", marks=needs_mamba), ("own", ""), ("own", "cp=2")],
+)
+def test_shared_prefixes_of_recurrent_layers_change_no_number(
+    runs: Runs, layers: str, layout: str
+) -> None:
+    check_recurrent_layers(runs, layers, layout)

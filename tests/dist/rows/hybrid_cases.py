@@ -58,7 +58,12 @@ _MUTATED = {
 _STOCK = {
     f"stock_{name}": replace(_case(name, "hybrid"), kinds=("grpo",), stock=True)
     for name in (
-        *("prefixes_pp2_vpp2-full", "prefixes_depth3", "split_pp2-none", "split_shared_pp2_vpp2-full"),
+        *(
+            "prefixes_pp2_vpp2-full",
+            "prefixes_depth3",
+            "split_pp2-none",
+            "split_shared_pp2_vpp2-full",
+        ),
         *("wide_dp2-none", "wide_prefixes_pp2_vpp2_full", "split_wide_pp2_vpp2_full"),
     )
 }

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -29,6 +29,7 @@ from megapack.plan import Plan
 from megapack.rows.chain import Link
 from megapack.rows.packed import PackedRow
 from megapack.schedule import ScheduleAdapter, chains, runner
+from tests import stock_mixers
 from tests.dist.exactness.worker import (
     bias_facts,
     check_own_outputs,
@@ -95,21 +96,6 @@ _MUTATIONS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-@contextlib.contextmanager
-def _stock_layers() -> Iterator[None]:
-    """Within the block, models are built of Megatron's own recurrent layers."""
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
-    from megatron.core.ssm.mamba_mixer import MambaMixer
-
-    from megapack.job.gpt import hybrid
-    from tests import stock_mixers
-
-    stock_mixers.install()
-    own = {"PackedGatedDeltaNet": GatedDeltaNet, "PackedMambaMixer": MambaMixer}
-    with mock.patch.multiple(hybrid, **own):
-        yield
-
-
 class Run:
     """One model of a case, on this rank."""
 
@@ -123,7 +109,7 @@ class Run:
         model = dataclasses.replace(MODELS[name], recompute=case.recompute, freeze=case.frozen)
         # Layers of Transformer Engine put weight gradients off in every plan, or in none.
         weights_later = case.lag is not None or (runs_te() and case.policy.backward == "split")
-        with _stock_layers() if case.stock else contextlib.nullcontext():
+        with stock_mixers.of_hybrids() if case.stock else contextlib.nullcontext():
             self.chunks = build_chunks(
                 case.layout,
                 model=model,

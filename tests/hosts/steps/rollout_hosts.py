@@ -15,6 +15,7 @@ A case is a list of words, joined by `+`: `tokens+fanout+removed`.
     experts     the model has experts with a balancing loss, and only that loss trains
     mamba       the model has Mamba-2 layers
     hybrid      the model has a gated delta net and Mamba-2 layers
+    own         every second layer is the host's own gated delta net
     lora        the model has adapters, which miles makes
     nooverlap   overlap_p2p_comm=False, which Megatron-LM's arguments refuse with pp2 x vpp2
     images      samples with pixels and grids, and the host's own model with its tower
@@ -38,6 +39,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from tests.hosts import recurrent_layers
 from tests.hosts.steps import adapters, images
 from tests.hosts.steps.job import (
     Arguments,
@@ -122,6 +124,9 @@ def run(
     args = host_arguments(arguments)
 
     def adapt(chunks: list[Any]) -> None:
+        if "own" in words(arguments):
+            recurrent_layers.use(host, args, chunks)
+            return
         assert make_lora is not None, f"{host} has no LoRA"
         make_lora(args)(chunks, training=True)
         adapters.draw(chunks)
@@ -130,7 +135,7 @@ def run(
         assert make_image_model is not None, f"{host} has no images"
         chunks = build_image_chunks(arguments, functools.partial(make_image_model, args))
     else:
-        chunks = build_host_chunks(arguments, adapt if "lora" in words(arguments) else None)
+        chunks = build_host_chunks(arguments, adapt if words(arguments) & {"lora", "own"} else None)
     actor = make_actor(args, chunks)
     samples, refs = split_rollout(arguments, args)
     if "reference" in words(arguments):

@@ -213,7 +213,37 @@ def unknown(name: str, module: str = __name__) -> torch.nn.Module:
 
 
 class HostMixer(MambaMixer):
+    """A framework's, which computes what Megatron's does."""
+
+    def sharded_state_dict(self, prefix: str = "") -> dict[str, Any]:
+        return {prefix: self.config}
+
+
+class OtherMixer(MambaMixer):
     """A framework's, with a forward of its own."""
+
+    def forward(self, hidden_states: Any, *, packed_seq_params: Any = None) -> Any:
+        return -hidden_states
+
+
+class Qwen3NextGatedDeltaNet(torch.nn.Module):
+    """As slime's, as far as checks go."""
+
+    __module__ = "slime_plugins.models.qwen3_next"
+
+    def forward(self, hidden_states: Any, cu_seqlens: Any = None) -> Any:
+        return hidden_states
+
+
+Qwen3NextGatedDeltaNet.forward.__module__ = Qwen3NextGatedDeltaNet.__module__
+
+
+class WithDecays(torch.nn.Module):
+    """A layer whose name tells nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.A_log = torch.nn.Parameter(torch.zeros(2))
 
 
 class OurMixer(MambaMixer):
@@ -244,6 +274,8 @@ def chunk(mixer: torch.nn.Module) -> torch.nn.Module:
         GatedDeltaNet(context_parallel_size=2),
         GatedDeltaNet(tensor_model_parallel_size=2, sequence_parallel=True),
         OurMixer(),
+        HostMixer(),
+        Qwen3NextGatedDeltaNet(),
     ],
 )
 def test_plain_rows_run_on_mixers_that_are_right(mixer: torch.nn.Module) -> None:
@@ -264,7 +296,8 @@ SPLIT: Any = {"tensor_model_parallel_size": 2}
         ),
         (unknown("GatedDeltaProductMixer", "megatron.core.ssm.gated_delta_product"), ["not known"]),
         (unknown("KimiDeltaAttention"), ["KimiDeltaAttention", "not known"]),
-        (HostMixer(), ["HostMixer", "not known"]),
+        (OtherMixer(), ["OtherMixer", "not known"]),
+        (WithDecays(), ["WithDecays", "not known"]),
     ],
 )
 def test_others_are_refused_by_name(mixer: torch.nn.Module, words: list[str]) -> None:
@@ -289,18 +322,50 @@ def test_mamba_on_several_ranks_needs_transformer_engine(
             refuse_unpacked_mixers(made)
 
 
-@pytest.mark.parametrize("feature", ["prefixes", "wide", "pieces"])
-def test_only_ours_run_rows_that_are_not_plain(feature: Feature) -> None:
+def check(mixer: torch.nn.Module, *features: Feature) -> None:
     settings = config(
         mtp_num_layers=None, attention_dropout=0.0, hidden_dropout=0.0, cp_comm_type=None
     )
-    for mixer in (MambaMixer(), GatedDeltaNet()):
-        with pytest.raises(ConfigError) as caught:
-            check_rows([without_positions(mixer)], settings, [feature], is_training=True)
-        assert f"{type(mixer).__name__} with " in str(caught.value)
-        assert "whole samples only" in str(caught.value)
-        assert "PackedGatedDeltaNet or PackedMambaMixer" in str(caught.value)
-    check_rows([without_positions(OurMixer())], settings, [feature], is_training=True)
+    check_rows([without_positions(mixer)], settings, features, is_training=True)
+
+
+@pytest.mark.parametrize("mixer", [OurMixer(), MambaMixer(), GatedDeltaNet(), HostMixer()])
+def test_ours_and_megatrons_run_every_row(mixer: torch.nn.Module) -> None:
+    check(mixer, "prefixes", "wide", "pieces")
+
+
+def changed(made: torch.nn.Module, **attributes: Any) -> torch.nn.Module:
+    vars(made).update(attributes)
+    return made
+
+
+@pytest.mark.parametrize("feature", ["prefixes", "wide", "pieces"])
+@pytest.mark.parametrize(
+    ("mixer", "words"),
+    [
+        (OtherMixer(), "not known to begin with a state"),
+        (WithDecays(), "not known to begin with a state"),
+        (changed(MambaMixer(), forward=print), "not known to begin with a state"),
+        (changed(MambaMixer(), rmsnorm=False), "its rmsnorm=False is not supported"),
+        (changed(GatedDeltaNet(), activation="gelu"), "its activation='gelu' is not"),
+        (changed(Qwen3NextGatedDeltaNet(), gdn_backend="flashqla"), "set the backend fla"),
+        (changed(Qwen3NextGatedDeltaNet(), cp_group=object()), "switch its own cp off"),
+    ],
+)
+def test_others_run_plain_rows_only(mixer: torch.nn.Module, words: str, feature: Feature) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(mixer, feature)
+    assert f"{type(mixer).__name__} with " in str(caught.value)
+    assert words in str(caught.value)
+    assert "PackedGatedDeltaNet or PackedMambaMixer" in str(caught.value)
+
+
+def test_layers_around_flas_kernels_run_shared_prefixes_alone() -> None:
+    mixer = Qwen3NextGatedDeltaNet()
+    check(mixer, "prefixes")
+    for feature in ("wide", "pieces"):
+        with pytest.raises(ConfigError, match="given states inside of a row only"):
+            check(mixer, feature)
 
 
 def without_positions(mixer: torch.nn.Module) -> torch.nn.Module:
