@@ -120,4 +120,5 @@ def test_rows_of_mamba_layers(runs: Runs) -> None:
 def test_shared_prefixes_of_recurrent_layers_change_no_number(
     runs: Runs, layers: str, layout: str
 ) -> None:
-    check_recurrent_layers(runs, layers, layout)
+    # Megatron's fused cross-entropy returns gradients of logits in bf16.
+    check_recurrent_layers(runs, layers, layout, rel=1e-3)

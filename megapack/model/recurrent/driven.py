@@ -32,7 +32,7 @@ from megapack.model.recurrent.segments import Level, Segments
 from megapack.model.replaced import replaced
 
 # Of Megatron's layers: what ours takes for granted.
-_TAKEN = {
+_TAKEN: dict[str, dict[str, object]] = {
     "GatedDeltaNet": {"use_qk_l2norm": True, "conv_bias": False, "activation": "silu"},
     "MambaMixer": {"rmsnorm": True, "D_has_hdim": False, "norm_before_gate": False},
 }

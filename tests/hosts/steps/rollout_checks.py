@@ -68,11 +68,12 @@ def check_rows_of_mamba_layers(runs: Runs) -> None:
     assert plain[0].grad_norms != pytest.approx(plain[1].grad_norms, rel=1e-2)
 
 
-def check_recurrent_layers(runs: Runs, layers: str, layout: str) -> None:
+def check_recurrent_layers(runs: Runs, layers: str, layout: str, rel: float = 2e-6) -> None:
     """With shared prefixes recurrent layers train as one sample at a time, on fewer tokens.
 
     Args:
         layers: the word of the case, `hybrid` or `own`.
+        rel: the error of the host's own gradient norm.
     """
     if layers == "hybrid":
         skip_other_trees()
@@ -82,7 +83,7 @@ def check_recurrent_layers(runs: Runs, layers: str, layout: str) -> None:
     check_equal(shared, [plain])
     assert_shared(shared)
     assert plain.losses[0] == pytest.approx(plain.more["reference_loss"], rel=2e-6)
-    assert plain.grad_norms[0] == pytest.approx(plain.more["reference_grad_norm"], rel=2e-6)
+    assert plain.grad_norms[0] == pytest.approx(plain.more["reference_grad_norm"], rel=rel)
 
 
 def skip_other_trees() -> None:
