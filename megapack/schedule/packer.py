@@ -8,7 +8,6 @@ from megapack.errors import DataError
 from megapack.model import weight_gradients
 from megapack.model.head import unwrapped
 from megapack.model.mtp import num_depths
-from megapack.model.recurrent.driven import prepare_stock
 from megapack.model.recurrent.heads import check_heads
 from megapack.plan.check import check_plan
 from megapack.plan.plan import MicroBatch
@@ -64,8 +63,6 @@ class Packer:
         if "wide" in features:
             runner.row_groups.check(self._dp_rank)
         check_rows(chunks, config, features, is_training=call.is_training)
-        if features:
-            prepare_stock(chunks)
         shared_by = {layout.cp * row.width for row in call.step_plan.microbatches}
         check_heads(map(unwrapped, chunks), shared_by)
         if plan.digest() != self._checked_digest:

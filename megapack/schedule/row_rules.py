@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from megapack.errors import ConfigError
-from megapack.model.attention.mixers import stock_mixers
+from megapack.model.attention.mixers import stock_class, stock_mixers
 from megapack.model.attention.packed import PackedAttention
 from megapack.model.attention.rotary import position_obstacle
 from megapack.model.attention.rotary_tables import tables_of
@@ -79,10 +79,10 @@ def _contradictions(
     unknown = (type(k).__name__ for k in kernels if type(k).attend not in _KNOWN_KERNELS)
     yield _ALL, next(unknown, ""), "it is not known to run them; set PackedSDPA or PackedVarlen"
     for mixer in (mixer for chunk in chunks for _, mixer in stock_mixers(chunk)):
-        why, runs_all = driven.obstacle(mixer)
-        others: Sequence[Feature] = () if runs_all else ("wide", "pieces")
+        why = driven.obstacle(mixer)
+        inside: Sequence[Feature] = () if stock_class(mixer) else ("wide", "pieces")
         yield (
-            _ALL if why else others,
+            _ALL if why else inside,
             type(mixer).__name__,
             f"{why or 'its kernels are given states inside of a row only'}; build the model with "
             "PackedGatedDeltaNet or PackedMambaMixer of megapack.model.recurrent",

@@ -142,7 +142,7 @@ class ScheduleRunner:
             is_training=call.is_training,
             group_size=call.step_plan.group_size,
         )
-        features = row_features(call.plan, call.rows(self.groups.dp.rank()))
+        has_features = row_features(call.plan, call.rows(self.groups.dp.rank()))
         finalize = self.config.finalize_model_grads_func
         if finalize is None and checks.reduces(self.chunks):
             finalize = finalize_model_grads
@@ -155,7 +155,7 @@ class ScheduleRunner:
             ),
             apart_from_earlier(self.modules) if call.is_training else contextlib.nullcontext(),
             self.routing.following(context.schedule_pass),
-            driving(self.chunks, is_on=bool(features)),
+            driving(self.chunks if has_features else ()),
         ):
             if call.executor == "megatron":
                 megatron.run(

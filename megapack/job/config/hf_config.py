@@ -113,7 +113,7 @@ def read_hf_config(folder: str | Path) -> HfConfig:
     if family is None:
         known = ", ".join(FAMILIES)
         raise ConfigError(
-            f"{name}: {FILE} has model_type={shown(model_type)}{_MISSING.get(model_type, '')}; "
+            f"{name}: {FILE} has model_type={shown(model_type)}{_WHY.get(str(model_type), '')}; "
             f"megapack trains {known}"
         )
     if family.in_text_config:
@@ -238,10 +238,8 @@ def _check_class(reader: Reader) -> None:
 MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Keys that count layers of multi-token prediction."""
 # The architecture where a family says nothing else.
-# Families with a layer that Megatron-Core does not have.
-_MISSING = dict.fromkeys(
-    ("kimi_linear", "glm5_next"), ", and no release of Megatron-Core has Kimi delta attention"
-)
+# Families whose layers Megatron-Core does not have.
+_WHY = {"kimi_linear": ", and no release of Megatron-Core has Kimi delta attention"}
 _DEFAULTS: Values = {
     field.name: field.default
     for field in dataclasses.fields(ModelOptions)

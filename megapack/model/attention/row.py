@@ -159,12 +159,6 @@ def row_view(params: PackedSeqParams, cp_group: Any = None) -> RowView:
     return view
 
 
-def planned_view(params: PackedSeqParams | None) -> RowView | None:
-    """The view of a row that megapack has described; None: another framework has."""
-    view: RowView | None = None if params is None else vars(params).get("_megapack")
-    return None if view is None or view.lengths is None else view
-
-
 def seen_as_one(params: PackedSeqParams, whole: PackedSeqParams) -> PackedSeqParams:
     """A description of the row as one sequence, which knows the true one."""
     vars(params)["_megapack_whole"] = whole

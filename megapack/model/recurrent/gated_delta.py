@@ -49,8 +49,6 @@ class PackedGatedDeltaNet(GatedDeltaNet):
     def prepare(self: Any) -> None:
         """Note what `forward` reads besides what Megatron's constructor sets."""
         self.kernels = delta_rule_kernels()
-        cp = self.pg_collection.cp
-        self.cp_group = cp if cp.size() > 1 else None
         keys = Section(self.num_key_heads // self.tp_size, self.key_head_dim)
         self.values = Section(self.num_value_heads // self.tp_size, self.value_head_dim)
         self.heads = Section(self.values.heads)
@@ -65,7 +63,7 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """[tokens, 1, hidden] -> the same, and the bias of the last projection."""
-        row = layer_row(self, packed_seq_params, self.cp_group)
+        row = layer_row(self, packed_seq_params, self.pg_collection.cp)
         exchange = HeadExchange(row)
         projected = self.in_proj(hidden_states)[0][:, 0]
         widths = [sum(sizes(self.convolved)), self.values.size, self.heads.size, self.heads.size]

@@ -49,8 +49,6 @@ class PackedMambaMixer(MambaMixer):
     def prepare(self: Any) -> None:
         """Note what `forward` reads besides what Megatron's constructor sets."""
         self.kernels = state_space_kernels()
-        cp = self.pg_collection.cp
-        self.cp_group = cp if cp.size() > 1 else None
         self.values = Section(self.nheads_local_tp, self.headdim)
         groups = Section(self.ngroups_local_tp, self.d_state)
         self.heads = Section(self.nheads_local_tp)
@@ -65,7 +63,7 @@ class PackedMambaMixer(MambaMixer):
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """[tokens, 1, hidden] -> the same, and the bias of the last projection."""
-        row = layer_row(self, packed_seq_params, self.cp_group)
+        row = layer_row(self, packed_seq_params, self.pg_collection.cp)
         exchange = HeadExchange(row)
         projected = self.in_proj(hidden_states)[0][:, 0]
         widths = [self.values.size, sum(sizes(self.convolved)), self.heads.size]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megapack.errors import ConfigError
@@ -24,6 +25,7 @@ from megapack.model.attention.mixers import (
     stock_mixers,
 )
 from megapack.model.attention.packed import packed_seq_params
+from megapack.model.recurrent import driven
 from megapack.schedule.row_rules import Feature, check_rows
 from tests.dist.spawn import run_code
 
@@ -187,6 +189,7 @@ class MambaMixer(torch.nn.Module):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__()
+        self.A_log = torch.nn.Parameter(torch.zeros(2))
         self.config = config(**settings)
         self.cp = SimpleNamespace(cp_size=self.config.context_parallel_size)
 
@@ -201,6 +204,7 @@ class GatedDeltaNet(torch.nn.Module):
 
     def __init__(self, *, added: bool = True, **settings: Any) -> None:
         super().__init__()
+        self.A_log = torch.nn.Parameter(torch.zeros(2))
         self.config = config(**settings)
         self.out_norm = torch.nn.RMSNorm(8)
         self.out_norm.weight.sequence_parallel = added  # type: ignore[attr-defined]
@@ -208,7 +212,8 @@ class GatedDeltaNet(torch.nn.Module):
 
 def unknown(name: str, module: str = __name__) -> torch.nn.Module:
     """A mixer of Megatron-Core 0.20, or a framework's own."""
-    made: torch.nn.Module = type(name, (torch.nn.Module,), {"__module__": module})()
+    members = {"__module__": module, "A_log": torch.zeros(2)}
+    made: torch.nn.Module = type(name, (torch.nn.Module,), members)()
     return made
 
 
@@ -230,6 +235,7 @@ class Qwen3NextGatedDeltaNet(torch.nn.Module):
     """As slime's, as far as checks go."""
 
     __module__ = "slime_plugins.models.qwen3_next"
+    A_log = torch.zeros(2)
 
     def forward(self, hidden_states: Any, cu_seqlens: Any = None) -> Any:
         return hidden_states
@@ -349,7 +355,6 @@ def changed(made: torch.nn.Module, **attributes: Any) -> torch.nn.Module:
         (changed(MambaMixer(), rmsnorm=False), "its rmsnorm=False is not supported"),
         (changed(GatedDeltaNet(), activation="gelu"), "its activation='gelu' is not"),
         (changed(Qwen3NextGatedDeltaNet(), gdn_backend="flashqla"), "set the backend fla"),
-        (changed(Qwen3NextGatedDeltaNet(), cp_group=object()), "switch its own cp off"),
     ],
 )
 def test_others_run_plain_rows_only(mixer: torch.nn.Module, words: str, feature: Feature) -> None:
@@ -358,6 +363,28 @@ def test_others_run_plain_rows_only(mixer: torch.nn.Module, words: str, feature:
     assert f"{type(mixer).__name__} with " in str(caught.value)
     assert words in str(caught.value)
     assert "PackedGatedDeltaNet or PackedMambaMixer" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [HostMixer, Qwen3NextGatedDeltaNet])
+def test_the_next_rows_are_checked_while_layers_are_driven(
+    kind: type[torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driven, "prepare_stock", lambda chunks: None)
+    mixer = kind()
+    made = without_positions(mixer)
+    with driven.driving([made]):
+        check(mixer, "prefixes")
+        refuse_unpacked_mixers(made)
+    assert "forward" not in vars(mixer) | vars(made)
+    check(mixer, "prefixes")
+
+
+def test_layers_inside_of_one_that_is_told_the_row_need_one_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 2)
+    with pytest.raises(ConfigError, match="cp > 1 it loses gradients of other ranks"):
+        check(Qwen3NextGatedDeltaNet(), "prefixes")
 
 
 def test_layers_around_flas_kernels_run_shared_prefixes_alone() -> None:
