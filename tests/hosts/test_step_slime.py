@@ -12,6 +12,7 @@ from tests.hosts.steps.mamba import needs_mamba
 from tests.hosts.steps.rollout_checks import (
     check_equal,
     check_interleaving_without_overlap_fails,
+    check_own_layers_on_two_ranks,
     check_patched,
     check_planned_interleaving_without_overlap,
     check_planned_rows,
@@ -143,11 +144,12 @@ def test_rows_of_mamba_layers(runs: Runs) -> None:
     check_rows_of_mamba_layers(runs)
 
 
-@pytest.mark.parametrize(
-    ("layers", "layout"),
-    [pytest.param("hybrid", "", marks=needs_mamba), ("own", ""), ("own", "cp=2")],
-)
-def test_shared_prefixes_of_recurrent_layers_change_no_number(
-    runs: Runs, layers: str, layout: str
+@pytest.mark.parametrize("layers", [pytest.param("hybrid", marks=needs_mamba), "own"])
+def test_shared_prefixes_of_recurrent_layers_change_no_number(runs: Runs, layers: str) -> None:
+    check_recurrent_layers(runs, layers)
+
+
+def test_recurrent_layers_of_slime_lose_gradients_between_context_parallel_ranks(
+    runs: Runs,
 ) -> None:
-    check_recurrent_layers(runs, layers, layout)
+    check_own_layers_on_two_ranks(runs)

@@ -74,8 +74,7 @@ def driving(chunks: Sequence[Any]) -> Iterator[None]:
             modules = dict(chunk.named_modules())
             for name, mixer in list(stock_mixers(chunk)):
                 owner = mixer if _is_told(mixer) else modules[name.rpartition(".")[0]]
-                forward = Driven(_run, mixer, owner.forward)
-                stack.enter_context(replaced(owner, forward=forward))
+                stack.enter_context(replaced(owner, forward=Driven(_run, mixer, owner.forward)))
         yield
 
 

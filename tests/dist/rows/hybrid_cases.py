@@ -45,7 +45,12 @@ def _case(name: str, model: str) -> RowCase:
 
 GRID: dict[str, RowCase] = {}
 _MUTATED = {
-    f"{mutation}, {where}": replace(_case(name, "hybrid"), kinds=("sft",), mutation=mutation)
+    f"{mutation}, {where}": replace(
+        _case(name, "hybrid"),
+        kinds=("sft",),
+        mutation=mutation,
+        stock=mutation == "no driven layers",
+    )
     for mutation, where, name in (
         ("no tails of paths", "prefixes", "prefixes_pp2_vpp2-none"),
         ("no states of paths", "prefixes", "prefixes_pp2_vpp2-none"),
@@ -53,6 +58,7 @@ _MUTATED = {
         ("no carried states", "split", "split_pp2-none"),
         ("no gradients of carried states", "split", "split_pp2-none"),
         ("no exchanged heads", "wide", "wide_dp2-none"),
+        ("no driven layers", "prefixes", "prefixes_pp2_vpp2-none"),
     )
 }
 _STOCK = {

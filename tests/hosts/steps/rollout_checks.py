@@ -68,7 +68,7 @@ def check_rows_of_mamba_layers(runs: Runs) -> None:
     assert plain[0].grad_norms != pytest.approx(plain[1].grad_norms, rel=1e-2)
 
 
-def check_recurrent_layers(runs: Runs, layers: str, layout: str, rel: float = 2e-6) -> None:
+def check_recurrent_layers(runs: Runs, layers: str, rel: float = 2e-6) -> None:
     """With shared prefixes recurrent layers train as one sample at a time, on fewer tokens.
 
     Args:
@@ -79,11 +79,26 @@ def check_recurrent_layers(runs: Runs, layers: str, layout: str, rel: float = 2e
         skip_other_trees()
     case = f"{layers}+tokens+prompts"
     (plain,) = runs("", "megatron_core", f"{case}+reference")
-    shared = runs(layout, "megatron_core", f"{case}+shared")
+    shared = runs("", "megatron_core", f"{case}+shared")
     check_equal(shared, [plain])
     assert_shared(shared)
     assert plain.losses[0] == pytest.approx(plain.more["reference_loss"], rel=2e-6)
     assert plain.grad_norms[0] == pytest.approx(plain.more["reference_grad_norm"], rel=rel)
+
+
+def check_own_layers_on_two_ranks(runs: Runs) -> None:
+    """Without patches log-probs are right and gradients are not; shared prefixes are refused.
+
+    The backward of the host's gather keeps a rank's own gradient of its tokens. But a loss of the
+    other rank depends on them, too, through the state.
+    """
+    case = "own+tokens+prompts"
+    (right,) = runs("", "megatron_core", f"{case}+reference")
+    wrong = runs("cp=2", "", case)
+    assert merged_logprobs(wrong)[:100] == pytest.approx(merged_logprobs([right])[:100], abs=2e-5)
+    assert values_of(wrong, "grad_norms")[0] < 0.95 * right.grad_norms[0]
+    with pytest.raises(AssertionError, match="loses gradients of other ranks' tokens; set cp=1"):
+        runs("cp=2", "megatron_core", f"{case}+shared")
 
 
 def skip_other_trees() -> None:
