@@ -11,7 +11,6 @@ from tests.hosts.steps.mamba import needs_mamba
 from tests.hosts.steps.rollout_checks import (
     check_equal,
     check_interleaving_without_overlap_fails,
-    check_own_layers_on_two_ranks,
     check_patched,
     check_planned_interleaving_without_overlap,
     check_planned_rows,
@@ -118,9 +117,3 @@ def test_rows_of_mamba_layers(runs: Runs) -> None:
 def test_shared_prefixes_of_recurrent_layers_change_no_number(runs: Runs, layers: str) -> None:
     # Megatron's fused cross-entropy returns gradients of logits in bf16.
     check_recurrent_layers(runs, layers, rel=1e-3)
-
-
-def test_recurrent_layers_of_miles_lose_gradients_between_context_parallel_ranks(
-    runs: Runs,
-) -> None:
-    check_own_layers_on_two_ranks(runs)

@@ -56,7 +56,7 @@ def obstacle(mixer: Any) -> str:
     if getattr(mixer, "gdn_backend", "fla") != "fla":
         return "its kernel is not known to give gradients of states; set the backend fla"
     is_whole = _is_told(mixer) or parallel_state.get_context_parallel_world_size() < 2
-    return "" if is_whole else "with cp > 1 it loses gradients of other ranks' tokens; set cp=1"
+    return "" if is_whole else "its exchange between cp ranks loses gradients of states; set cp=1"
 
 
 def _is_told(mixer: Any) -> bool:

@@ -97,7 +97,7 @@ def check_own_layers_on_two_ranks(runs: Runs) -> None:
     wrong = runs("cp=2", "", case)
     assert merged_logprobs(wrong)[:100] == pytest.approx(merged_logprobs([right])[:100], abs=2e-5)
     assert values_of(wrong, "grad_norms")[0] < 0.95 * right.grad_norms[0]
-    with pytest.raises(AssertionError, match="loses gradients of other ranks' tokens; set cp=1"):
+    with pytest.raises(AssertionError, match="loses gradients of states; set cp=1"):
         runs("cp=2", "megatron_core", f"{case}+shared")
 
 
