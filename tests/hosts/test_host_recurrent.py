@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.dist.spawn import run_code
+from tests.hosts.steps.mamba import needs_mamba
 from tools.hosting.sources import NoSource, source
 
 pytestmark = pytest.mark.hosts
@@ -22,6 +23,7 @@ print(json.dumps(recurrent_layers.compare(HOST)))
 """
 
 
+@needs_mamba
 @pytest.mark.parametrize("host", ["slime", "miles", "mcore_bridge", "skyrl"])
 def test_a_shared_row_is_its_samples(host: str) -> None:
     try:

@@ -113,7 +113,8 @@ def test_rows_of_mamba_layers(runs: Runs) -> None:
     check_rows_of_mamba_layers(runs)
 
 
-@pytest.mark.parametrize("layers", [pytest.param("hybrid", marks=needs_mamba), "own"])
+@needs_mamba
+@pytest.mark.parametrize("layers", ["hybrid", "own"])
 def test_shared_prefixes_of_recurrent_layers_change_no_number(runs: Runs, layers: str) -> None:
     # Megatron's fused cross-entropy returns gradients of logits in bf16.
     check_recurrent_layers(runs, layers, rel=1e-3)

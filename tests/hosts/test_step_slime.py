@@ -144,11 +144,13 @@ def test_rows_of_mamba_layers(runs: Runs) -> None:
     check_rows_of_mamba_layers(runs)
 
 
-@pytest.mark.parametrize("layers", [pytest.param("hybrid", marks=needs_mamba), "own"])
+@needs_mamba
+@pytest.mark.parametrize("layers", ["hybrid", "own"])
 def test_shared_prefixes_of_recurrent_layers_change_no_number(runs: Runs, layers: str) -> None:
     check_recurrent_layers(runs, layers)
 
 
+@needs_mamba
 def test_recurrent_layers_of_slime_lose_gradients_between_context_parallel_ranks(
     runs: Runs,
 ) -> None:

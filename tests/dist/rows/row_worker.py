@@ -29,7 +29,6 @@ from megapack.plan import Plan
 from megapack.rows.chain import Link
 from megapack.rows.packed import PackedRow
 from megapack.schedule import ScheduleAdapter, chains, runner
-from tests import stock_mixers
 from tests.dist.exactness.worker import (
     bias_facts,
     check_own_outputs,
@@ -96,6 +95,16 @@ _MUTATIONS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
+def _layers(case: RowCase) -> contextlib.AbstractContextManager[None]:
+    """Within the block, models are built of the case's recurrent layers."""
+    if not case.stock:
+        return contextlib.nullcontext()
+    # Not at the top: it needs Triton.
+    from tests import stock_mixers
+
+    return stock_mixers.of_hybrids()
+
+
 class Run:
     """One model of a case, on this rank."""
 
@@ -109,7 +118,7 @@ class Run:
         model = dataclasses.replace(MODELS[name], recompute=case.recompute, freeze=case.frozen)
         # Layers of Transformer Engine put weight gradients off in every plan, or in none.
         weights_later = case.lag is not None or (runs_te() and case.policy.backward == "split")
-        with stock_mixers.of_hybrids() if case.stock else contextlib.nullcontext():
+        with _layers(case):
             self.chunks = build_chunks(
                 case.layout,
                 model=model,

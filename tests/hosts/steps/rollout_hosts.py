@@ -39,7 +39,6 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from tests.hosts import recurrent_layers
 from tests.hosts.steps import adapters, images
 from tests.hosts.steps.job import (
     Arguments,
@@ -125,6 +124,9 @@ def run(
 
     def adapt(chunks: list[Any]) -> None:
         if "own" in words(arguments):
+            # Not at the top: it needs Triton.
+            from tests.hosts import recurrent_layers
+
             recurrent_layers.use(host, args, chunks)
             return
         assert make_lora is not None, f"{host} has no LoRA"
