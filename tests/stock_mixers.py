@@ -7,10 +7,14 @@ process that has called `launch.start("cpu")`.
 
 from __future__ import annotations
 
+import contextlib
+import importlib.machinery
 import itertools
 import sys
+import types
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -27,14 +31,15 @@ REARRANGED = {
 
 
 class GatedNorm(torch.nn.Module):
-    """mamba_ssm's RMSNorm of groups; the gate has been applied before."""
+    """mamba_ssm's RMSNorm of groups, after a gate if there is one."""
 
     def __init__(self, width: int, *, eps: float, group_size: int, dtype: Any, **_: Any) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(width, dtype=dtype))
         self.eps, self.group_size = eps, group_size
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        x = x if z is None else x * F.silu(z)
         groups = torch.unflatten(x, -1, (-1, self.group_size))
         groups = groups * (groups.square().mean(-1, keepdim=True) + self.eps).rsqrt()
         normed: Tensor = groups.flatten(-2) * self.weight
@@ -110,25 +115,55 @@ def scan(
 
 
 def delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, cu_seqlens: Tensor, **_: Any
-) -> tuple[Tensor, None]:
-    """fla's chunk_gated_delta_rule of a packed row, [1, T, heads, width] each."""
-    outputs = []
-    for first, last in spans(cu_seqlens):
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    g: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """fla's chunk_gated_delta_rule of a packed row, [1, T, heads, width] each.
+
+    Args:
+        g: [1, T, heads], or also [1, T, heads, width]: decays of each channel of the keys.
+    """
+    if use_qk_l2norm_in_kernel:
+        q, k = l2norm(q), l2norm(k)
+    decay = g.exp() if g.dim() == 4 else g.exp()[..., None]
+    outputs, states = [], []
+    for n, (first, last) in enumerate(spans(cu_seqlens)):
         state = q.new_zeros(q.shape[2], q.shape[3], v.shape[3])
+        state = state if initial_state is None else initial_state[n]
         for t in range(first, last):
-            state = state * g[0, t].exp()[:, None, None]
+            state = state * decay[0, t][..., None]
             seen = torch.einsum("hkv,hk->hv", state, k[0, t])
             new = (v[0, t] - seen) * beta[0, t][:, None]
             state = state + torch.einsum("hk,hv->hkv", k[0, t], new)
             outputs.append(torch.einsum("hkv,hk->hv", state, q[0, t]) * q.shape[3] ** -0.5)
-    return torch.stack(outputs)[None], None
+        states.append(state)
+    return torch.stack(outputs)[None], torch.stack(states) if output_final_state else None
+
+
+def kimi_delta_rule(
+    *, g: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None, **others: Any
+) -> tuple[Tensor, Tensor | None]:
+    """fla's chunk_kda with `use_gate_in_kernel`."""
+    rate, step = A_log.exp()[:, None], g + dt_bias.view(g.shape[2:])
+    bounded = None if lower_bound is None else lower_bound * torch.sigmoid(rate * step)
+    return delta_rule(g=-rate * F.softplus(step) if bounded is None else bounded, **others)
 
 
 def causal_conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, cu_seqlens: Tensor, **_: Any
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, cu_seqlens: Tensor | None, **_: Any
 ) -> tuple[Tensor, None]:
-    """fla's causal_conv1d of a packed row."""
+    """fla's causal_conv1d of a packed row, or of one sequence."""
+    if cu_seqlens is None:
+        cu_seqlens = torch.tensor([0, x.shape[1]])
     parts = [convolve(x[0, first:last], weight, bias) for first, last in spans(cu_seqlens)]
     return torch.cat(parts)[None], None
 
@@ -167,6 +202,69 @@ def install() -> None:
     for module in modules:
         for name in names.keys() & vars(module).keys():
             setattr(module, name, names[name])
+
+
+@contextlib.contextmanager
+def of_hybrids() -> Iterator[None]:
+    """Within the block, the job's hybrid models are built of Megatron's own recurrent layers."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+    from megapack.job.gpt import hybrid
+
+    install()
+    own = {"PackedGatedDeltaNet": GatedDeltaNet, "PackedMambaMixer": MambaMixer}
+    with mock.patch.multiple(hybrid, **own):
+        yield
+
+
+class ShortConvolution(torch.nn.Conv1d):
+    """fla's module."""
+
+    def __init__(self, hidden_size: int, kernel_size: int, *, bias: bool = False) -> None:
+        super().__init__(hidden_size, hidden_size, kernel_size, groups=hidden_size, bias=bias)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, cu_seqlens: Tensor | None = None, **_: Any
+    ) -> tuple[Tensor, None]:
+        return causal_conv1d(x, self.weight.squeeze(1), None, cu_seqlens=cu_seqlens)
+
+
+class FusedRMSNormGated(torch.nn.Module):
+    """fla's module."""
+
+    def __init__(self, width: int, *, eps: float, activation: str, dtype: Any, **_: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(width, dtype=dtype))
+        self.eps, self.activation = eps, getattr(F, activation)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        normed = x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight
+        return normed * self.activation(gate)  # type: ignore[no-any-return]
+
+
+def install_fla() -> None:
+    """Let frameworks' own layers import flash-linear-attention: these functions and modules."""
+    # It asks which packages are there.
+    import transformers.models.qwen3_next.modeling_qwen3_next  # noqa: F401
+
+    names: dict[str, dict[str, Any]] = {
+        "fla": {},
+        "fla.modules": {
+            "ShortConvolution": ShortConvolution,
+            "FusedRMSNormGated": FusedRMSNormGated,
+        },
+        "fla.modules.convolution": {"causal_conv1d": causal_conv1d},
+        "fla.modules.l2norm": {"l2norm": l2norm},
+        "fla.ops": {},
+        "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": delta_rule},
+        "fla.ops.kda": {"chunk_kda": kimi_delta_rule},
+    }
+    for name, members in names.items():
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        module.__path__ = []
+        vars(module).update(members)
+        sys.modules[name] = module
 
 
 def mamba(config: Any, groups: Any) -> MambaMixer:

@@ -33,6 +33,7 @@ from megapack.model.attention.row import RowView, with_view
 from megapack.model.attention.te_rows import hook_te_attention
 from megapack.model.experts.recomputed import RecomputedRows
 from megapack.model.head import unwrapped
+from megapack.model.recurrent.driven import driving
 from megapack.model.replaced import replaced
 from megapack.prefixes import HostRow
 from megapack.rows.packing import row_position_ids
@@ -69,7 +70,7 @@ class SharedRows:
         """Within the block the chunks run the rows of `begin`. It is one call of a schedule."""
         gather_rotary_tables(self._chunks)
         hook_te_attention(self._chunks)
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack, driving(self._chunks):
             for chunk in map(unwrapped, self._chunks):
                 hooks = [chunk.register_forward_pre_hook(self._enter, with_kwargs=True)]
                 if chunk.post_process:

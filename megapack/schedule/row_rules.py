@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from megapack.errors import ConfigError
-from megapack.model.attention.mixers import stock_mixers
+from megapack.model.attention.mixers import stock_class, stock_mixers
 from megapack.model.attention.packed import PackedAttention
 from megapack.model.attention.rotary import position_obstacle
 from megapack.model.attention.rotary_tables import tables_of
@@ -21,6 +21,7 @@ from megapack.model.attention.te_rows import te_attentions
 from megapack.model.attention.varlen import PackedVarlen
 from megapack.model.head import unwrapped
 from megapack.model.mtp import num_depths
+from megapack.model.recurrent import driven
 from megapack.plan.microbatch import MicroBatch
 from megapack.plan.plan import Plan
 from megapack.rows.chain import has_piece
@@ -77,13 +78,15 @@ def _contradictions(
     kernels = (module for _, module in named if isinstance(module, PackedAttention))
     unknown = (type(k).__name__ for k in kernels if type(k).attend not in _KNOWN_KERNELS)
     yield _ALL, next(unknown, ""), "it is not known to run them; set PackedSDPA or PackedVarlen"
-    mixers = (type(mixer).__name__ for chunk in chunks for _, mixer in stock_mixers(chunk))
-    yield (
-        _ALL,
-        next(mixers, ""),
-        "it knows rows of whole samples only; build the model with PackedGatedDeltaNet or "
-        "PackedMambaMixer of megapack.model.recurrent",
-    )
+    for mixer in (mixer for chunk in chunks for _, mixer in stock_mixers(chunk)):
+        why = driven.obstacle(mixer)
+        inside: Sequence[Feature] = () if stock_class(mixer) else ("wide", "pieces")
+        yield (
+            _ALL if why else inside,
+            type(mixer).__name__,
+            f"{why or 'its kernels are given states inside of a row only'}; build the model with "
+            "PackedGatedDeltaNet or PackedMambaMixer of megapack.model.recurrent",
+        )
     if any(any(te_attentions(chunk)) for chunk in chunks):
         given = getattr(config, "cp_comm_type", None)
         kinds = given if isinstance(given, list) else [given]

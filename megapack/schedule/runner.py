@@ -18,6 +18,7 @@ from megapack.model.attention.packed import row_params
 from megapack.model.experts.model import ModelRouting
 from megapack.model.experts.rows import token_weight
 from megapack.model.overlap import apart_from_earlier
+from megapack.model.recurrent.driven import driving
 from megapack.model.weight_gradients import WeightGradients
 from megapack.plan.plan import StepPlan
 from megapack.ranks.place import Place
@@ -35,6 +36,7 @@ from megapack.schedule.megatron_call import MegatronCall
 from megapack.schedule.operations import Operations
 from megapack.schedule.p2p import PlannedP2PCommunicator, width_between_stages
 from megapack.schedule.row_groups import RowGroups
+from megapack.schedule.row_rules import row_features
 
 
 @dataclasses.dataclass(eq=False)
@@ -142,6 +144,7 @@ class ScheduleRunner:
             is_training=call.is_training,
             group_size=call.step_plan.group_size,
         )
+        has_features = row_features(call.plan, call.rows(self.groups.dp.rank()))
         finalize = self.config.finalize_model_grads_func
         if finalize is None and checks.reduces(self.chunks):
             finalize = finalize_model_grads
@@ -154,6 +157,7 @@ class ScheduleRunner:
             ),
             apart_from_earlier(self.modules) if call.is_training else contextlib.nullcontext(),
             self.routing.following(context.schedule_pass),
+            driving(self.chunks if has_features else ()),
         ):
             if call.executor == "megatron":
                 megatron.run(

@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 -m tests.hosts.megatron_worker OUT
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -40,6 +41,8 @@ LAYOUTS = {
     "dp2": Layout(dp=2),
     "pp2_vpp2": Layout(pp=2, vpp=2),
 }
+HYBRID = "hybrid_"
+"""Results of a model with Megatron's own recurrent layers begin with it."""
 FIELDS = ("advantages", "old_logprobs")
 
 
@@ -91,15 +94,20 @@ def gradients(chunks: list[Any]) -> list[Tensor]:
     return [param.main_grad.clone() for chunk in chunks for param in chunk.parameters()]
 
 
+def run_hybrid(layout: Layout, training: Any) -> dict[str, Any]:
+    """Compare planned steps of a model with Megatron's own recurrent layers."""
+    from tests import stock_mixers
+
+    with stock_mixers.of_hybrids():
+        chunks = build_chunks(layout, model=problem.HYBRID_MODEL)
+    adapter, batch = _adapter_and_batch(layout, chunks)
+    return _freedoms(training, adapter, batch)
+
+
 def run_layout(layout: Layout, training: Any) -> dict[str, Any]:
     """Compare planned steps with the adapter's on one layout; returns what the test checks."""
     chunks = build_chunks(layout)
-    adapter = ScheduleAdapter(chunks, layout=layout)
-    every = [sample for rank in range(layout.dp) for sample in draw_samples(rank)]
-    batch = SampleBatch(
-        [s["tokens"] for s in every],
-        {name: [s[name] for s in every] for name in ("response_mask", *FIELDS)},
-    )
+    adapter, batch = _adapter_and_batch(layout, chunks)
     plan = build_dp_schedule(batch.lengths, layout=layout, max_tokens_per_gpu=BUDGET)
     found: dict[str, Any] = {}
     # GRPO's fields are sent between data-parallel ranks.
@@ -124,6 +132,24 @@ def run_layout(layout: Layout, training: Any) -> dict[str, Any]:
         }
         data = _iterators(layout, adapter.dp_rank)
         found[name]["evaluated"] = training.evaluate(step, data, chunks, NUM_ITEMS)["lm loss"]
+    found |= _freedoms(training, adapter, batch)
+    found["refused"] = _run_out_of_data(training, chunks, layout, adapter.dp_rank)
+    return found
+
+
+def _adapter_and_batch(layout: Layout, chunks: list[Any]) -> tuple[ScheduleAdapter, SampleBatch]:
+    every = [sample for rank in range(layout.dp) for sample in draw_samples(rank)]
+    batch = SampleBatch(
+        [s["tokens"] for s in every],
+        {name: [s[name] for s in every] for name in ("response_mask", *FIELDS)},
+    )
+    return ScheduleAdapter(chunks, layout=layout), batch
+
+
+def _freedoms(training: Any, adapter: ScheduleAdapter, batch: SampleBatch) -> dict[str, Any]:
+    """Steps whose rows share tokens or ranks, or have pieces, against the adapter's plain ones."""
+    layout = adapter.layout
+    found: dict[str, Any] = {}
     prefixes = SharedPrefixes.from_samples([batch.tokens(i) for i in range(len(batch))])
     found["shared"] = _variant(
         training,
@@ -153,7 +179,6 @@ def run_layout(layout: Layout, training: Any) -> dict[str, Any]:
             max_tokens_per_gpu=SMALL_BUDGET,
             policy=policy,
         )
-    found["refused"] = _run_out_of_data(training, chunks, layout, adapter.dp_rank)
     return found
 
 
@@ -241,6 +266,9 @@ def main(out: str) -> None:
     for name, layout in LAYOUTS.items():
         found[name] = run_layout(layout, training)
         end_model_parallel()
+        if all(map(importlib.util.find_spec, ("triton", "megatron.core.models.hybrid"))):
+            found[HYBRID + name] = run_hybrid(layout, training)
+            end_model_parallel()
     with unchecked():
         found["fails_alone"] = _fails_alone(training)
     Path(out, f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))

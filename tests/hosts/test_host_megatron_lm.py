@@ -17,7 +17,9 @@ from megapack.hosts import megatron_lm
 from megapack.hosts.megatron_lm.data import read_item
 from megapack.hosts.megatron_lm.model import per_sequence
 from tests.dist.spawn import checked_job, rank_reports
+from tests.hosts.megatron_worker import HYBRID
 from tests.hosts.rollouts import first_fit_count
+from tests.hosts.steps.mamba import needs_mamba
 
 pytestmark = pytest.mark.hosts
 
@@ -58,11 +60,12 @@ def test_a_planned_step_equals_the_adapters(
         ("pp2_vpp2", "ordered", ["num_pieces", "num_split_backwards"]),
     ],
 )
+@pytest.mark.parametrize("model", ["", pytest.param(HYBRID, marks=needs_mamba)])
 def test_a_planned_step_with_a_freedom_has_the_same_gradients(
-    found: list[dict[str, Any]], layout: str, case: str, used: list[str]
+    found: list[dict[str, Any]], layout: str, case: str, used: list[str], model: str
 ) -> None:
     for rank in found:
-        got = rank[layout][case]
+        got = rank[model + layout][case]
         assert all(got[name] > 0 for name in used)
         assert got["gradient_error"] < 1e-5
         assert got["loss_error"] < 1e-5

@@ -14,6 +14,7 @@ from tests.hosts.steps.rollout_checks import (
     check_patched,
     check_planned_interleaving_without_overlap,
     check_planned_rows,
+    check_recurrent_layers,
     check_rows_of_mamba_layers,
     check_shared_prefixes,
     check_tower,
@@ -110,3 +111,10 @@ def test_steps_with_images_are_planned_and_those_of_one_rank(
 @needs_mamba
 def test_rows_of_mamba_layers(runs: Runs) -> None:
     check_rows_of_mamba_layers(runs)
+
+
+@needs_mamba
+@pytest.mark.parametrize("layers", ["hybrid", "own"])
+def test_shared_prefixes_of_recurrent_layers_change_no_number(runs: Runs, layers: str) -> None:
+    # Megatron's fused cross-entropy returns gradients of logits in bf16.
+    check_recurrent_layers(runs, layers, rel=1e-3)

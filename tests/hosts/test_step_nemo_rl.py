@@ -133,6 +133,20 @@ def test_without_the_patch_nemo_rl_has_no_virtual_stages(tmp_path: Path) -> None
 
 
 @needs_mamba
+def test_shared_prefixes_of_recurrent_layers_change_no_number(tmp_path: Path) -> None:
+    plain, shared = (
+        run_step(
+            "nemo_rl", tmp_path / case, layout="dp=1", world=1, steps=1, case=case, patches=OURS
+        )
+        for case in ("hybrid_prompts", "hybrid_prompts_shared")
+    )
+    assert_same_training(shared, plain[0])
+    assert shared[0].params_sum == pytest.approx(plain[0].params_sum, rel=1e-6)
+    assert sums_of_samples(shared) == pytest.approx(sums_of_samples(plain), abs=2e-3)
+    assert_shared(shared)
+
+
+@needs_mamba
 def test_a_row_tells_mamba_layers_its_samples(tmp_path: Path) -> None:
     """NeMo-RL's does, without patches too."""
 

@@ -89,6 +89,19 @@ def test_shared_prefixes_change_no_number(tmp_path: Path, layout: str) -> None:
 
 
 @needs_mamba
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2"])
+def test_shared_prefixes_of_recurrent_layers_change_no_number(tmp_path: Path, layout: str) -> None:
+    def report(layout: str, case: str) -> Ranks:
+        place, world = tmp_path / f"{layout}{case}", 2 if layout == "dp=2" else 1
+        return run_step("skyrl", place, layout=layout, world=world, patches=OURS, case=case)
+
+    shared = report(layout, "hybrid_prompts_shared")
+    (plain,) = report("dp=1", "hybrid_prompts")
+    assert_same(shared, plain)
+    assert_shared(shared)
+
+
+@needs_mamba
 def test_a_row_tells_mamba_layers_its_samples(tmp_path: Path) -> None:
     """SkyRL's does since 0.4, without patches too; the patches do it for 0.3.0."""
 

@@ -12,9 +12,11 @@ from tests.hosts.steps.mamba import needs_mamba
 from tests.hosts.steps.rollout_checks import (
     check_equal,
     check_interleaving_without_overlap_fails,
+    check_own_layers_on_two_ranks,
     check_patched,
     check_planned_interleaving_without_overlap,
     check_planned_rows,
+    check_recurrent_layers,
     check_rows_of_mamba_layers,
     check_shared_prefixes,
     check_tower,
@@ -140,3 +142,16 @@ def test_slimes_images_need_its_patch_of_megatron_under_context_parallelism(runs
 @needs_mamba
 def test_rows_of_mamba_layers(runs: Runs) -> None:
     check_rows_of_mamba_layers(runs)
+
+
+@needs_mamba
+@pytest.mark.parametrize("layers", ["hybrid", "own"])
+def test_shared_prefixes_of_recurrent_layers_change_no_number(runs: Runs, layers: str) -> None:
+    check_recurrent_layers(runs, layers)
+
+
+@needs_mamba
+def test_recurrent_layers_of_slime_lose_gradients_between_context_parallel_ranks(
+    runs: Runs,
+) -> None:
+    check_own_layers_on_two_ranks(runs)

@@ -247,6 +247,21 @@ def test_what_is_refused_with_dynamic_cp(
 
 
 @needs_mamba
+def test_recurrent_layers_with_shared_prefixes_train_as_one_sample_at_a_time(folder: Path) -> None:
+    alone, plain, shared = (
+        run_step("verl", folder / case, layout="", world=1, patches=PATCHES, case=case, te="")
+        for case in ("hybrid_alone", "hybrid_prompts", "hybrid_prompts_shared")
+    )
+    for (report,) in (plain, shared):
+        assert report.losses == pytest.approx(alone[0].losses, rel=1e-5)
+        assert report.grad_norms == pytest.approx(alone[0].grad_norms, rel=1e-5)
+        assert report.params_sum == pytest.approx(alone[0].params_sum, rel=1e-6)
+    assert shared[0].logprobs[0] == pytest.approx(alone[0].logprobs[0], abs=2e-5)
+    assert len(alone[0].row_tokens[0]) > len(plain[0].row_tokens[0])
+    assert_shared(shared)
+
+
+@needs_mamba
 def test_a_row_tells_mamba_layers_its_samples(folder: Path) -> None:
     """On Megatron-Core 0.17 and later, verl's rows do not, and its log-probs depend on them."""
 

@@ -7,8 +7,8 @@ samples of the row are one sequence to it, without an error. Megatron makes `seq
 description has `total_tokens`, and waits for the device to do so. Here it is made without waiting,
 by `packed` for our rows and by `describing_samples` for those of another framework.
 
-They know plain rows only: no shared prefixes, no samples in pieces, no ranks of their own per row
-(`schedule.row_rules`). The layers of `megapack.model.recurrent` know all of them.
+Their own forward knows plain rows only: no shared prefixes, no samples in pieces, no ranks of their
+own per row. `recurrent.driven` runs other rows on them, and on some layers of frameworks.
 
 Shape suffix: S1 samples plus one.
 """
@@ -33,8 +33,20 @@ logger = logging.getLogger(__name__)
 
 # Attribute of a layer that keeps the samples of any row apart, as ours do.
 _MARK = "runs_packed_rows"
-# Names of classes that carry a state begin with these: Megatron's, and those of frameworks on it.
-_RECURRENT = ("MambaMixer", "GatedDelta", "KimiDelta")
+# The parameter by which layers with a state are known, Megatron's and those of frameworks: decays.
+_DECAYS = "A_log"
+# Methods that do not change what Megatron's layers compute.
+_BESIDE = ("sharded_state_dict", "reset_parameters", "backward_dw")
+# Modules of frameworks with layers around flash-linear-attention's kernels, which tell these where
+# samples begin and else see each token by itself.
+_FLA_LAYERS = (
+    *("slime_plugins.models.qwen3_", "miles_plugins.models.qwen3_"),
+    *("mcore_bridge.model.modules.gated_delta_net", "skyrl.backends.skyrl_train.patches."),
+)
+
+
+class Driven(functools.partial[Any]):
+    """The forward that `recurrent.driven` gives a layer for a while."""
 
 
 def sample_indices(cu_seqlens_S1: Tensor, row_tokens: int) -> Tensor:
@@ -52,9 +64,29 @@ def sample_indices(cu_seqlens_S1: Tensor, row_tokens: int) -> Tensor:
 def stock_mixers(chunk: Any) -> Iterator[tuple[str, Any]]:
     """The layers of a chunk that carry a state and do not say that they run every packed row."""
     for name, module in chunk.named_modules():
-        names = (kind.__name__ for kind in type(module).__mro__)
-        if any(n.startswith(_RECURRENT) for n in names) and not getattr(module, _MARK, False):
+        if hasattr(module, _DECAYS) and not getattr(module, _MARK, False):
             yield name, module
+
+
+def stock_class(mixer: Any) -> type | None:
+    """Megatron's class whose forward a layer runs; None: it computes something else."""
+    kinds = (kind for kind in type(mixer).__mro__ if kind.__module__.startswith("megatron.core."))
+    for stock in (kind for kind in kinds if kind.__name__ in ("GatedDeltaNet", "MambaMixer")):
+        names = (n for n in dir(stock) if not n.startswith("__") and n not in _BESIDE)
+        is_same = all(getattr(type(mixer), n) is getattr(stock, n) for n in names)
+        return stock if is_same and not _is_replaced(mixer) else None
+    return None
+
+
+def calls_fla(mixer: Any) -> bool:
+    """Whether it is a known layer of a framework, around flash-linear-attention's kernels."""
+    return type(mixer).forward.__module__.startswith(_FLA_LAYERS) and not _is_replaced(mixer)
+
+
+def _is_replaced(mixer: Any) -> bool:
+    """Whether someone else has replaced the layer's forward. The next rows are checked while
+    these run."""
+    return not isinstance(vars(mixer).get("forward"), Driven | None)
 
 
 def refuse_unpacked_mixers(chunk: Any) -> None:
@@ -74,22 +106,21 @@ def refuse_unpacked_mixers(chunk: Any) -> None:
 def _obstacle(mixer: Any) -> str:
     """Why plain packed rows would be wrong in this layer, and what to set; "" if they are right,
     or Megatron's layer refuses them itself."""
-    kind = type(mixer)
-    check = {"GatedDeltaNet": _delta_net_obstacle, "MambaMixer": _mamba_obstacle}.get(kind.__name__)
-    if check is None or not kind.__module__.startswith("megatron.core."):
-        return (
+    stock = stock_class(mixer)
+    if stock is None:
+        unknown = (
             "which is not known to keep packed samples apart; use Megatron's GatedDeltaNet or "
             f"MambaMixer, set {_MARK} = True in a class that does"
         )
-    return check(mixer)
+        return "" if calls_fla(mixer) else unknown
+    return _mamba_obstacle(mixer) if stock.__name__ == "MambaMixer" else _delta_net_obstacle(mixer)
 
 
 def _delta_net_obstacle(mixer: Any) -> str:
     config = mixer.config
     # Each tensor-parallel rank sees its heads only, and Megatron adds up what it marks.
-    is_added = config.sequence_parallel and getattr(
-        mixer.out_norm.weight, "sequence_parallel", False
-    )
+    is_marked = getattr(mixer.out_norm.weight, "sequence_parallel", False)
+    is_added = config.sequence_parallel and is_marked
     if config.tensor_model_parallel_size > 1 and not is_added:
         return (
             "whose out_norm would get the gradient of one tensor-parallel rank's heads with tp="

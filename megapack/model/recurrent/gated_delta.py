@@ -24,7 +24,8 @@ class PackedGatedDeltaNet(GatedDeltaNet):
     """A gated delta net in which samples of a row do not see each other.
 
     Replaces `GatedDeltaNet` in the spec of a layer; parameters, projections and checkpoints are
-    Megatron's. Runs shared prefixes, samples in pieces and rows over several ranks.
+    Megatron's. Runs shared prefixes, samples in pieces and rows over several ranks. `prepare` and
+    `forward` also run on Megatron's own layer, see `driven`.
     """
 
     runs_packed_rows = True
@@ -33,13 +34,7 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         # Megatron builds the layer without flash-linear-attention, too; 0.18 has one module.
         with replaced(getattr(gated_delta_net, "common", gated_delta_net), HAVE_FLA=True):
             super().__init__(*args, **kwargs)
-        self.kernels = delta_rule_kernels()
-        cp = self.pg_collection.cp
-        self.cp_group = cp if cp.size() > 1 else None
-        keys = Section(self.num_key_heads // self.tp_size, self.key_head_dim)
-        self.values = Section(self.num_value_heads // self.tp_size, self.value_head_dim)
-        self.heads = Section(self.values.heads)
-        self.convolved = (keys, keys, self.values)
+        self.prepare()
         projected = (*self.convolved, self.values, self.heads, self.heads)
         # See `gpt.init.local_slice`.
         self.in_proj.weight.partition_sizes = sizes(projected)
@@ -51,6 +46,14 @@ class PackedGatedDeltaNet(GatedDeltaNet):
             # only under sequence parallelism.
             self.out_norm.weight.register_hook(self._added_over_tp)
 
+    def prepare(self: Any) -> None:
+        """Note what `forward` reads besides what Megatron's constructor sets."""
+        self.kernels = delta_rule_kernels()
+        keys = Section(self.num_key_heads // self.tp_size, self.key_head_dim)
+        self.values = Section(self.num_value_heads // self.tp_size, self.value_head_dim)
+        self.heads = Section(self.values.heads)
+        self.convolved = (keys, keys, self.values)
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -60,7 +63,7 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """[tokens, 1, hidden] -> the same, and the bias of the last projection."""
-        row = layer_row(self, packed_seq_params, self.cp_group)
+        row = layer_row(self, packed_seq_params, self.pg_collection.cp)
         exchange = HeadExchange(row)
         projected = self.in_proj(hidden_states)[0][:, 0]
         widths = [sum(sizes(self.convolved)), self.values.size, self.heads.size, self.heads.size]

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megapack.errors import ConfigError
 from megapack.model.attention.row import RowView
+from megapack.model.recurrent.driven import prepare_stock
 
 
 class Section(NamedTuple):
@@ -62,8 +63,10 @@ def check_heads(chunks: Iterable[Any], ranks: Iterable[int]) -> None:
     """
     shared = sorted({*ranks} - {1})
     # Steps whose rows each have one rank do not walk the modules.
-    modules = (named for chunk in chunks for named in chunk.named_modules()) if shared else ()
-    layers = [(name, m) for name, m in modules if getattr(m, "runs_packed_rows", False)]
+    chunks = list(chunks) if shared else []
+    prepare_stock(chunks)
+    modules = (named for chunk in chunks for named in chunk.named_modules())
+    layers = [(name, m) for name, m in modules if hasattr(m, "convolved")]
     for count in shared:
         for name, layer in layers:
             heads, *groups = (section.heads for section in (layer.heads, *layer.convolved))

@@ -28,7 +28,8 @@ class PackedMambaMixer(MambaMixer):
     """A Mamba-2 mixer in which samples of a row do not see each other.
 
     Replaces `MambaMixer` in the spec of a layer; parameters, projections and checkpoints are
-    Megatron's. Runs shared prefixes, samples in pieces and rows over several ranks.
+    Megatron's. Runs shared prefixes, samples in pieces and rows over several ranks. `prepare` and
+    `forward` also run on Megatron's own layer, see `driven`.
     """
 
     runs_packed_rows = True
@@ -36,20 +37,22 @@ class PackedMambaMixer(MambaMixer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with _without_mamba_ssm():
             super().__init__(*args, **kwargs)
-        self.kernels = state_space_kernels()
-        cp = self.pg_collection.cp
-        self.cp_group = cp if cp.size() > 1 else None
-        self.values = Section(self.nheads_local_tp, self.headdim)
-        groups = Section(self.ngroups_local_tp, self.d_state)
-        self.heads = Section(self.nheads_local_tp)
-        self.convolved = (self.values, groups, groups)
+        self.prepare()
         # See `gpt.init.local_slice`; Megatron-Core 0.19 sets them itself.
         self.in_proj.weight.partition_sizes = sizes((self.values, *self.convolved, self.heads))
-        for parameter in self._convolution():
+        for parameter in _convolution(self):
             vars(parameter)["partition_sizes"] = sizes(self.convolved)
 
         # Folders have them in fp32, and the decay of a long sample needs it.
         mark_fp32(self.A_log, self.dt_bias, self.D)
+
+    def prepare(self: Any) -> None:
+        """Note what `forward` reads besides what Megatron's constructor sets."""
+        self.kernels = state_space_kernels()
+        self.values = Section(self.nheads_local_tp, self.headdim)
+        groups = Section(self.ngroups_local_tp, self.d_state)
+        self.heads = Section(self.nheads_local_tp)
+        self.convolved = (self.values, groups, groups)
 
     def forward(
         self,
@@ -60,14 +63,14 @@ class PackedMambaMixer(MambaMixer):
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """[tokens, 1, hidden] -> the same, and the bias of the last projection."""
-        row = layer_row(self, packed_seq_params, self.cp_group)
+        row = layer_row(self, packed_seq_params, self.pg_collection.cp)
         exchange = HeadExchange(row)
         projected = self.in_proj(hidden_states)[0][:, 0]
         widths = [self.values.size, sum(sizes(self.convolved)), self.heads.size]
         gate, xBC, step = projected.split(widths, dim=-1)
         xBC, step = exchange.whole_row((xBC, step), (self.convolved, (self.heads,)))
         state, tail = [(None, None), *earlier(row.link, self)][-1]
-        weight, bias = (exchange.part(own, self.convolved) for own in self._convolution())
+        weight, bias = (exchange.part(own, self.convolved) for own in _convolution(self))
         weight = weight.squeeze(1)
         xBC, tail = convolve_row(self.kernels.convolve, xBC, weight, bias, row.segments, tail)
         x, B, C = exchange.by_head(xBC, self.convolved)
@@ -80,11 +83,12 @@ class PackedMambaMixer(MambaMixer):
         out = exchange.own_slice(out.flatten(1).to(projected.dtype))
         return self.out_proj(self.norm(out, gate)[:, None])
 
-    def _convolution(self) -> tuple[Tensor, Tensor]:
-        """Weight and bias of the convolution; Megatron-Core 0.18 has a module of them."""
-        if hasattr(self, "conv1d"):
-            return self.conv1d.weight, self.conv1d.bias
-        return self.conv1d_weight, self.conv1d_bias
+
+def _convolution(mixer: Any) -> tuple[Tensor, Tensor]:
+    """Weight and bias of the convolution; Megatron-Core 0.18 has a module of them."""
+    if hasattr(mixer, "conv1d"):
+        return mixer.conv1d.weight, mixer.conv1d.bias
+    return mixer.conv1d_weight, mixer.conv1d_bias
 
 
 class GatedGroupNorm(Sharded, torch.nn.Module):

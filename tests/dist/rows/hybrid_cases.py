@@ -46,7 +46,12 @@ def _case(name: str, model: str) -> RowCase:
 
 GRID: dict[str, RowCase] = {}
 _MUTATED = {
-    f"{mutation}, {where}": replace(_case(name, "hybrid"), kinds=("sft",), mutation=mutation)
+    f"{mutation}, {where}": replace(
+        _case(name, "hybrid"),
+        kinds=("sft",),
+        mutation=mutation,
+        stock=mutation == "no driven layers",
+    )
     for mutation, where, name in (
         ("no tails of paths", "prefixes", "prefixes_pp2_vpp2-none"),
         ("no states of paths", "prefixes", "prefixes_pp2_vpp2-none"),
@@ -54,6 +59,19 @@ _MUTATED = {
         ("no carried states", "split", "split_pp2-none"),
         ("no gradients of carried states", "split", "split_pp2-none"),
         ("no exchanged heads", "wide", "wide_dp2-none"),
+        ("no driven layers", "prefixes", "prefixes_pp2_vpp2-none"),
+    )
+}
+_STOCK = {
+    f"stock_{name}": replace(_case(name, "hybrid"), kinds=("grpo",), stock=True)
+    for name in (
+        *(
+            "prefixes_pp2_vpp2-full",
+            "prefixes_depth3",
+            "split_pp2-none",
+            "split_shared_pp2_vpp2-full",
+        ),
+        *("wide_dp2-none", "wide_prefixes_pp2_vpp2_full", "split_wide_pp2_vpp2_full"),
     )
 }
 SPECIAL = {
@@ -63,6 +81,7 @@ SPECIAL = {
         for model in ("gated_delta", "mamba")
         for name in _EXPERTS
     },
+    **_STOCK,
     **_MUTATED,
 }
 """Both kinds of recurrent layers, each with experts, and mistakes that must be seen."""
@@ -75,6 +94,7 @@ TESTED = (
         "gated_delta_split_family_moe",
         "mamba_prefixes_moe_cp2",
     ),
+    *("stock_prefixes_pp2_vpp2-full", "stock_split_pp2-none", "stock_wide_dp2-none"),
     *_MUTATED,
 )
 """The cases of the tests. tools/exactness.py runs all."""

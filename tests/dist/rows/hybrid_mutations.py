@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from megapack.model.carried import earlier, leave
 from megapack.model.recurrent import gated_delta, scan, segments
 from megapack.model.recurrent.heads import HeadExchange
+from megapack.schedule import runner
 
 _CONVOLUTION = segments._convolution
 
@@ -46,5 +48,6 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "no gradients through states": (gated_delta, "scan_row", _scanning(Tensor.detach)),
     "no carried states": (gated_delta, "earlier", _zeros_of_earlier),
     "no gradients of carried states": (gated_delta, "leave", _leave_detached),
+    "no driven layers": (runner, "driving", lambda chunks: contextlib.nullcontext()),
     "no exchanged heads": (HeadExchange, "_exchanged", lambda self, sent: sent),
 }

@@ -67,6 +67,8 @@ class RowCase:
     """The name of one of `MODELS`."""
     value_model: str = "other"
     """The model of the objectives with a value head."""
+    stock: bool = False
+    """Whether recurrent layers are Megatron's own classes."""
     frozen: tuple[str, ...] = ()
     """Parameters that are not trained, as in `ModelConfig.freeze`."""
     split: LayerSplit = field(default_factory=LayerSplit)
@@ -99,6 +101,7 @@ class RowCase:
         parts = [
             self.title,
             MODEL_TEXTS.get(self.model, ""),
+            "Megatron's own layers" if self.stock else "",
             "" if self.recompute == "none" else f"recompute {self.recompute}",
             "frozen " + ", ".join(f"`{name}`" for name in self.frozen) if self.frozen else "",
             "" if self.lag is None else "split backward",

@@ -95,6 +95,16 @@ _MUTATIONS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
+def _layers(case: RowCase) -> contextlib.AbstractContextManager[None]:
+    """Within the block, models are built of the case's recurrent layers."""
+    if not case.stock:
+        return contextlib.nullcontext()
+    # Not at the top: it needs Triton.
+    from tests import stock_mixers
+
+    return stock_mixers.of_hybrids()
+
+
 class Run:
     """One model of a case, on this rank."""
 
@@ -108,13 +118,14 @@ class Run:
         model = dataclasses.replace(MODELS[name], recompute=case.recompute, freeze=case.frozen)
         # Layers of Transformer Engine put weight gradients off in every plan, or in none.
         weights_later = case.lag is not None or (runs_te() and case.policy.backward == "split")
-        self.chunks = build_chunks(
-            case.layout,
-            model=model,
-            split=case.split,
-            value_head=value_head,
-            splits_backward=runs_te() and weights_later,
-        )
+        with _layers(case):
+            self.chunks = build_chunks(
+                case.layout,
+                model=model,
+                split=case.split,
+                value_head=value_head,
+                splits_backward=runs_te() and weights_later,
+            )
         self.adapter = ScheduleAdapter(
             self.chunks,
             layout=case.layout,

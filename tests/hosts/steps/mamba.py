@@ -1,4 +1,4 @@
-"""A toy of Megatron's HybridModel with Mamba-2 layers, in place of the toy GPT of a host's step.
+"""A toy of Megatron's HybridModel with recurrent layers, in place of the toy GPT of a host's step.
 
 The layers are Megatron's own, with torch in place of their kernels. So a host's step shows what its
 description of a row tells them. Needs Megatron-Core 0.18, and Triton, which Megatron imports.
@@ -16,6 +16,8 @@ from megapack import Layout
 
 PATTERN = "M-*-M-"
 """Mamba-2, an MLP, attention, and so on."""
+HYBRID = "G-*-M-"
+"""A gated delta net, too."""
 needs_mamba = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("triton", "megatron.core.models.hybrid"))),
     reason="needs Megatron-Core 0.18, and Triton",
@@ -23,7 +25,16 @@ needs_mamba = pytest.mark.skipif(
 """For tests that run it."""
 
 
-def mamba_chunks(settings: dict[str, Any], **ddp: Any) -> list[Any]:
+def pattern_of(case: str) -> str:
+    """The layers of a case with `hybrid` or `mamba` in it; "" = it has the toy GPT.
+
+    >>> pattern_of("mamba_whole"), pattern_of("prompts")
+    ('M-*-M-', '')
+    """
+    return HYBRID if "hybrid" in case else PATTERN if "mamba" in case else ""
+
+
+def mamba_chunks(settings: dict[str, Any], pattern: str = PATTERN, **ddp: Any) -> list[Any]:
     """The model on one stage, in Megatron's DDP with these settings."""
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -31,22 +42,24 @@ def mamba_chunks(settings: dict[str, Any], **ddp: Any) -> list[Any]:
         finalize_model_grads,
     )
 
-    model = mamba_model(settings)
+    model = mamba_model(settings, pattern)
     model.config.finalize_model_grads_func = finalize_model_grads
     reduction = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **ddp)
     return [DistributedDataParallel(model.config, reduction, model)]
 
 
-def mamba_model(settings: dict[str, Any]) -> Any:
+def mamba_model(settings: dict[str, Any], pattern: str = PATTERN) -> Any:
     """The model on one stage; the host has made Megatron's groups.
 
     Args:
         settings: of the config, as in `chunks.host_chunks`.
+        pattern: its layers.
     """
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.hybrid import hybrid_block
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
     from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
     from megatron.core.ssm.mlp_layer import MLPLayer
@@ -65,8 +78,10 @@ def mamba_model(settings: dict[str, Any]) -> Any:
     stock_mixers.install()
     config = build.transformer_config(problem.MODEL, Layout())
     sizes = {"mamba_state_dim": 8, "mamba_head_dim": 8, "mamba_num_groups": 2}
-    layers = {"num_layers": len(PATTERN), "is_hybrid_model": True}
-    for name, value in {**settings, **sizes, **layers}.items():
+    delta = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+    delta |= {"linear_value_head_dim": 8, "linear_conv_kernel_dim": 4}
+    layers = {"num_layers": len(pattern), "is_hybrid_model": True}
+    for name, value in {**settings, **sizes, **delta, **layers}.items():
         assert hasattr(config, name)
         setattr(config, name, value)
     norm = packed_norm(config)
@@ -90,6 +105,19 @@ def mamba_model(settings: dict[str, Any]) -> Any:
                 self_attn_bda=get_bias_dropout_add,
             ),
         ),
+        gdn_layer=ModuleSpec(
+            TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=norm,
+                self_attention=ModuleSpec(
+                    GatedDeltaNet,
+                    submodules=GatedDeltaNetSubmodules(
+                        in_proj=ColumnParallelLinear, out_norm=norm, out_proj=RowParallelLinear
+                    ),
+                ),
+                self_attn_bda=get_bias_dropout_add,
+            ),
+        ),
         mlp_layer=ModuleSpec(
             MLPLayer,
             submodules=TransformerLayerSubmodules(
@@ -102,7 +130,7 @@ def mamba_model(settings: dict[str, Any]) -> Any:
         hybrid_stack_spec=ModuleSpec(hybrid_block.HybridStack, submodules=stack),
         vocab_size=128,
         max_sequence_length=512,
-        hybrid_layer_pattern=PATTERN,
+        hybrid_layer_pattern=pattern,
         share_embeddings_and_output_weights=True,
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )

@@ -8,6 +8,7 @@ Megatron-Bridge model: its chunk is the tests' tiny GPT, the optimizer Megatron'
 settings.
 
     mamba       the toy has Mamba-2 layers
+    hybrid      a gated delta net, too
     prompts     the four samples of a group begin with the same 14 tokens
     shared      MEGAPACK_SHARE_PREFIXES=1
     alone       a micro-batch is one sample, without padding
@@ -24,7 +25,7 @@ from typing import Any
 from unittest import mock
 
 from tests.hosts.steps import adapters, job
-from tests.hosts.steps.mamba import Told, mamba_chunks, packed_seq_params
+from tests.hosts.steps.mamba import Told, mamba_chunks, packed_seq_params, pattern_of
 from tools.hosting import import_stubs
 
 ABSENT = (
@@ -334,9 +335,9 @@ def build_chunks(arguments: job.Arguments) -> list[Any]:
             setattr(config, name, value)
         return config
 
-    if arguments.case == "mamba":
+    if pattern := pattern_of(arguments.case):
         build.initialize_parallel(arguments.layout, problem.SEED)
-        return mamba_chunks(settings)
+        return mamba_chunks(settings, pattern)
     with mock.patch.object(build, "transformer_config", transformer_config):
         return setup.build_chunks(
             arguments.layout, before_wrapping=adapt if "lora" in arguments.case else None

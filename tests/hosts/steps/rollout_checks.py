@@ -53,12 +53,9 @@ def check_rows_of_mamba_layers(runs: Runs) -> None:
     """With the patch a toy with Mamba layers trains the same in other rows, without it it does not.
 
     The host's rows do not tell Mamba layers their samples, and Megatron-Core 0.17 and later do not
-    find out. Skips unless the tree of Megatron-LM is that of the installed Megatron-Core.
+    find out.
     """
-    tree = source("megatron_lm") / "megatron/core/package_info.py"
-    minor = megatron.core.__version__.split(".")[1]
-    if not re.search(rf"MINOR = {minor}\b", tree.read_text(encoding="utf-8")):
-        pytest.skip(f"needs Megatron-LM's tree of Megatron-Core {megatron.core.__version__}")
+    skip_other_trees()
     cases = ("mamba", "mamba+narrow")
     plain = [runs("", f"{runs.host},-megatron_core", case)[0] for case in cases]
     patched = [runs("", runs.host, case)[0] for case in cases]
@@ -69,6 +66,47 @@ def check_rows_of_mamba_layers(runs: Runs) -> None:
     assert patched[0].row_tokens != patched[1].row_tokens
     assert patched[0].grad_norms == pytest.approx(patched[1].grad_norms, rel=1e-4)
     assert plain[0].grad_norms != pytest.approx(plain[1].grad_norms, rel=1e-2)
+
+
+def check_recurrent_layers(runs: Runs, layers: str, rel: float = 2e-6) -> None:
+    """With shared prefixes recurrent layers train as one sample at a time, on fewer tokens.
+
+    Args:
+        layers: the word of the case, `hybrid` or `own`.
+        rel: the error of the host's own gradient norm.
+    """
+    if layers == "hybrid":
+        skip_other_trees()
+    case = f"{layers}+tokens+prompts"
+    (plain,) = runs("", "megatron_core", f"{case}+reference")
+    shared = runs("", "megatron_core", f"{case}+shared")
+    check_equal(shared, [plain])
+    assert_shared(shared)
+    assert plain.losses[0] == pytest.approx(plain.more["reference_loss"], rel=2e-6)
+    assert plain.grad_norms[0] == pytest.approx(plain.more["reference_grad_norm"], rel=rel)
+
+
+def check_own_layers_on_two_ranks(runs: Runs) -> None:
+    """Without patches log-probs are right and gradients are not; shared prefixes are refused.
+
+    The backward of the host's gather keeps a rank's own gradient of its tokens. But a loss of the
+    other rank depends on them, too, through the state.
+    """
+    case = "own+tokens+prompts"
+    (right,) = runs("", "megatron_core", f"{case}+reference")
+    wrong = runs("cp=2", "", case)
+    assert merged_logprobs(wrong)[:100] == pytest.approx(merged_logprobs([right])[:100], abs=2e-5)
+    assert values_of(wrong, "grad_norms")[0] < 0.95 * right.grad_norms[0]
+    with pytest.raises(AssertionError, match="loses gradients of states; set cp=1"):
+        runs("cp=2", "megatron_core", f"{case}+shared")
+
+
+def skip_other_trees() -> None:
+    """Skip unless the tree of Megatron-LM is that of the installed Megatron-Core."""
+    tree = source("megatron_lm") / "megatron/core/package_info.py"
+    minor = megatron.core.__version__.split(".")[1]
+    if not re.search(rf"MINOR = {minor}\b", tree.read_text(encoding="utf-8")):
+        pytest.skip(f"needs Megatron-LM's tree of Megatron-Core {megatron.core.__version__}")
 
 
 def check_interleaving_without_overlap_fails(runs: Runs, patches: str) -> None:

@@ -14,6 +14,8 @@ A case is a list of words, joined by `+`: `tokens+fanout+removed`.
     ppo         PPO's advantages, from made-up values of a critic
     experts     the model has experts with a balancing loss, and only that loss trains
     mamba       the model has Mamba-2 layers
+    hybrid      the model has a gated delta net and Mamba-2 layers
+    own         every second layer is the host's own gated delta net
     lora        the model has adapters, which miles makes
     slots       with lora: three adapters, and each sample is of one (miles)
     nooverlap   overlap_p2p_comm=False, which Megatron-LM's arguments refuse with pp2 x vpp2
@@ -49,7 +51,7 @@ from tests.hosts.steps.job import (
     timed,
     write,
 )
-from tests.hosts.steps.mamba import Told, mamba_chunks
+from tests.hosts.steps.mamba import Told, mamba_chunks, pattern_of
 from tools.hosting import import_stubs
 from tools.hosting.sources import source
 
@@ -124,6 +126,12 @@ def run(
     args = host_arguments(arguments)
 
     def adapt(chunks: list[Any]) -> None:
+        if "own" in words(arguments):
+            # Not at the top: it needs Triton.
+            from tests.hosts import recurrent_layers
+
+            recurrent_layers.use(host, args, chunks)
+            return
         assert make_lora is not None, f"{host} has no LoRA"
         make_lora(args)(chunks, training=True)
         adapters.draw(chunks)
@@ -132,7 +140,7 @@ def run(
         assert make_image_model is not None, f"{host} has no images"
         chunks = build_image_chunks(arguments, functools.partial(make_image_model, args))
     else:
-        chunks = build_host_chunks(arguments, adapt if "lora" in words(arguments) else None)
+        chunks = build_host_chunks(arguments, adapt if words(arguments) & {"lora", "own"} else None)
     actor = make_actor(args, chunks)
     samples, refs = split_rollout(arguments, args)
     if {"reference", "slots"} <= words(arguments):
@@ -375,9 +383,9 @@ def build_host_chunks(
 
     case = words(arguments)
     settings = host_settings(arguments)
-    if "mamba" in case:
+    if pattern := pattern_of(arguments.case):
         build.initialize_parallel(arguments.layout, problem.SEED)
-        return mamba_chunks(settings)
+        return mamba_chunks(settings, pattern)
     own = build.transformer_config
 
     def host_config(*args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ settings and optimizer. The worker is made without Ray and without a Megatron-Br
 chunks are the tests' tiny GPT.
 
     mamba       the toy has Mamba-2 layers
+    hybrid      a gated delta net, too
     whole       the budget holds all samples
     prompts     the four samples of a group begin with the same 14 tokens
     shared      MEGAPACK_SHARE_PREFIXES=1
@@ -22,7 +23,7 @@ from unittest import mock
 import typing_extensions
 
 from tests.hosts.steps import adapters, job
-from tests.hosts.steps.mamba import Told, mamba_chunks, packed_seq_params
+from tests.hosts.steps.mamba import Told, mamba_chunks, packed_seq_params, pattern_of
 from tools.hosting import import_stubs
 
 if TYPE_CHECKING:
@@ -182,9 +183,10 @@ def build_chunks(arguments: job.Arguments, worker: Any) -> list[Any]:
         "deallocate_pipeline_outputs": False,
     }
     average = MegatronDDPConfig().average_in_collective
-    if "mamba" in arguments.case:
+    if pattern := pattern_of(arguments.case):
         build.initialize_parallel(arguments.layout, problem.SEED)
-        return mamba_chunks(settings, average_in_collective=average, use_distributed_optimizer=True)
+        reduction = {"average_in_collective": average, "use_distributed_optimizer": True}
+        return mamba_chunks(settings, pattern, **reduction)
 
     def transformer_config(*args: Any) -> Any:
         config = own_config(*args)

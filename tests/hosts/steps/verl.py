@@ -34,7 +34,7 @@ from tests.hosts.steps.job import (
     watch_gradients,
     write,
 )
-from tests.hosts.steps.mamba import Told, mamba_chunks
+from tests.hosts.steps.mamba import HYBRID, PATTERN, Told, mamba_chunks
 from tests.hosts.steps.rl_samples import Sample, draw
 from tools.hosting import import_stubs
 from tools.hosting.sources import installed
@@ -50,7 +50,8 @@ class Case:
 
     budget: int = BUDGET
     loss: dict[str, Any] = field(default_factory=dict)
-    mamba: bool = False
+    pattern: str = ""
+    """Layers of the toy of `mamba`; "" = a GPT."""
     common_prompts: bool = False
     lora: bool = False
     images: bool = False
@@ -81,8 +82,11 @@ CASES = {
     "distillation_dynamic_cp": Case(distillation=True, dynamic_cp=24),
     "distillation_alone": Case(distillation=True, alone=True),
     "text_alone": Case(alone=True),
-    "mamba": Case(mamba=True),
-    "mamba_whole": Case(budget=4000, mamba=True),
+    "mamba": Case(pattern=PATTERN),
+    "mamba_whole": Case(budget=4000, pattern=PATTERN),
+    "hybrid_alone": Case(pattern=HYBRID, common_prompts=True, alone=True),
+    "hybrid_prompts": Case(pattern=HYBRID, common_prompts=True),
+    "hybrid_prompts_shared": Case(pattern=HYBRID, common_prompts=True),
 }
 # Small packages that verl's batches are made of.
 REQUIREMENTS = ("tensordict==0.15.3", "pyvers==0.2.3")
@@ -133,8 +137,8 @@ def make_engine(layout: Layout, case: Case) -> Any:
             adapt = self._adapt if case.lora else None
             if case.images:
                 chunks = images.image_chunks(layout, settings, images.make_bridge_model)
-            elif case.mamba:
-                chunks = mamba_chunks(settings)
+            elif case.pattern:
+                chunks = mamba_chunks(settings, case.pattern)
             else:
                 chunks = host_chunks(layout, settings, before_wrapping=adapt)
             self.tf_config = chunks[0].config

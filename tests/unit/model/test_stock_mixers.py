@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megapack.errors import ConfigError
@@ -24,6 +25,7 @@ from megapack.model.attention.mixers import (
     stock_mixers,
 )
 from megapack.model.attention.packed import packed_seq_params
+from megapack.model.recurrent import driven
 from megapack.schedule.row_rules import Feature, check_rows
 from tests.dist.spawn import run_code
 
@@ -187,6 +189,7 @@ class MambaMixer(torch.nn.Module):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__()
+        self.A_log = torch.nn.Parameter(torch.zeros(2))
         self.config = config(**settings)
         self.cp = SimpleNamespace(cp_size=self.config.context_parallel_size)
 
@@ -201,6 +204,7 @@ class GatedDeltaNet(torch.nn.Module):
 
     def __init__(self, *, added: bool = True, **settings: Any) -> None:
         super().__init__()
+        self.A_log = torch.nn.Parameter(torch.zeros(2))
         self.config = config(**settings)
         self.out_norm = torch.nn.RMSNorm(8)
         self.out_norm.weight.sequence_parallel = added  # type: ignore[attr-defined]
@@ -208,12 +212,44 @@ class GatedDeltaNet(torch.nn.Module):
 
 def unknown(name: str, module: str = __name__) -> torch.nn.Module:
     """A mixer of Megatron-Core 0.20, or a framework's own."""
-    made: torch.nn.Module = type(name, (torch.nn.Module,), {"__module__": module})()
+    members = {"__module__": module, "A_log": torch.zeros(2)}
+    made: torch.nn.Module = type(name, (torch.nn.Module,), members)()
     return made
 
 
 class HostMixer(MambaMixer):
+    """A framework's, which computes what Megatron's does."""
+
+    def sharded_state_dict(self, prefix: str = "") -> dict[str, Any]:
+        return {prefix: self.config}
+
+
+class OtherMixer(MambaMixer):
     """A framework's, with a forward of its own."""
+
+    def forward(self, hidden_states: Any, *, packed_seq_params: Any = None) -> Any:
+        return -hidden_states
+
+
+class Qwen3NextGatedDeltaNet(torch.nn.Module):
+    """As slime's, as far as checks go."""
+
+    __module__ = "slime_plugins.models.qwen3_next"
+    A_log = torch.zeros(2)
+
+    def forward(self, hidden_states: Any, cu_seqlens: Any = None) -> Any:
+        return hidden_states
+
+
+Qwen3NextGatedDeltaNet.forward.__module__ = Qwen3NextGatedDeltaNet.__module__
+
+
+class WithDecays(torch.nn.Module):
+    """A layer whose name tells nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.A_log = torch.nn.Parameter(torch.zeros(2))
 
 
 class OurMixer(MambaMixer):
@@ -244,6 +280,8 @@ def chunk(mixer: torch.nn.Module) -> torch.nn.Module:
         GatedDeltaNet(context_parallel_size=2),
         GatedDeltaNet(tensor_model_parallel_size=2, sequence_parallel=True),
         OurMixer(),
+        HostMixer(),
+        Qwen3NextGatedDeltaNet(),
     ],
 )
 def test_plain_rows_run_on_mixers_that_are_right(mixer: torch.nn.Module) -> None:
@@ -264,7 +302,8 @@ SPLIT: Any = {"tensor_model_parallel_size": 2}
         ),
         (unknown("GatedDeltaProductMixer", "megatron.core.ssm.gated_delta_product"), ["not known"]),
         (unknown("KimiDeltaAttention"), ["KimiDeltaAttention", "not known"]),
-        (HostMixer(), ["HostMixer", "not known"]),
+        (OtherMixer(), ["OtherMixer", "not known"]),
+        (WithDecays(), ["WithDecays", "not known"]),
     ],
 )
 def test_others_are_refused_by_name(mixer: torch.nn.Module, words: list[str]) -> None:
@@ -289,18 +328,71 @@ def test_mamba_on_several_ranks_needs_transformer_engine(
             refuse_unpacked_mixers(made)
 
 
-@pytest.mark.parametrize("feature", ["prefixes", "wide", "pieces"])
-def test_only_ours_run_rows_that_are_not_plain(feature: Feature) -> None:
+def check(mixer: torch.nn.Module, *features: Feature) -> None:
     settings = config(
         mtp_num_layers=None, attention_dropout=0.0, hidden_dropout=0.0, cp_comm_type=None
     )
-    for mixer in (MambaMixer(), GatedDeltaNet()):
-        with pytest.raises(ConfigError) as caught:
-            check_rows([without_positions(mixer)], settings, [feature], is_training=True)
-        assert f"{type(mixer).__name__} with " in str(caught.value)
-        assert "whole samples only" in str(caught.value)
-        assert "PackedGatedDeltaNet or PackedMambaMixer" in str(caught.value)
-    check_rows([without_positions(OurMixer())], settings, [feature], is_training=True)
+    check_rows([without_positions(mixer)], settings, features, is_training=True)
+
+
+@pytest.mark.parametrize("mixer", [OurMixer(), MambaMixer(), GatedDeltaNet(), HostMixer()])
+def test_ours_and_megatrons_run_every_row(mixer: torch.nn.Module) -> None:
+    check(mixer, "prefixes", "wide", "pieces")
+
+
+def changed(made: torch.nn.Module, **attributes: Any) -> torch.nn.Module:
+    vars(made).update(attributes)
+    return made
+
+
+@pytest.mark.parametrize("feature", ["prefixes", "wide", "pieces"])
+@pytest.mark.parametrize(
+    ("mixer", "words"),
+    [
+        (OtherMixer(), "not known to begin with a state"),
+        (WithDecays(), "not known to begin with a state"),
+        (changed(MambaMixer(), forward=print), "not known to begin with a state"),
+        (changed(MambaMixer(), rmsnorm=False), "its rmsnorm=False is not supported"),
+        (changed(GatedDeltaNet(), activation="gelu"), "its activation='gelu' is not"),
+        (changed(Qwen3NextGatedDeltaNet(), gdn_backend="flashqla"), "set the backend fla"),
+    ],
+)
+def test_others_run_plain_rows_only(mixer: torch.nn.Module, words: str, feature: Feature) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(mixer, feature)
+    assert f"{type(mixer).__name__} with " in str(caught.value)
+    assert words in str(caught.value)
+    assert "PackedGatedDeltaNet or PackedMambaMixer" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [HostMixer, Qwen3NextGatedDeltaNet])
+def test_the_next_rows_are_checked_while_layers_are_driven(
+    kind: type[torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driven, "prepare_stock", lambda chunks: None)
+    mixer = kind()
+    made = without_positions(mixer)
+    with driven.driving([made]):
+        check(mixer, "prefixes")
+        refuse_unpacked_mixers(made)
+    assert "forward" not in vars(mixer) | vars(made)
+    check(mixer, "prefixes")
+
+
+def test_layers_inside_of_one_that_is_told_the_row_need_one_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 2)
+    with pytest.raises(ConfigError, match="exchange between cp ranks loses gradients of states"):
+        check(Qwen3NextGatedDeltaNet(), "prefixes")
+
+
+def test_layers_around_flas_kernels_run_shared_prefixes_alone() -> None:
+    mixer = Qwen3NextGatedDeltaNet()
+    check(mixer, "prefixes")
+    for feature in ("wide", "pieces"):
+        with pytest.raises(ConfigError, match="given states inside of a row only"):
+            check(mixer, feature)
 
 
 def without_positions(mixer: torch.nn.Module) -> torch.nn.Module:
