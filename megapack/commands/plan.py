@@ -91,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
         micro_batch_size=args.micro_batch_size,
         rollout_ids=table.rollout_ids,
         colocate_ids=table.colocate_ids,
+        adapter_ids=table.adapter_ids,
         global_batch_size=args.global_batch_size,
         num_steps=args.num_steps,
         cost=pricing.cost,

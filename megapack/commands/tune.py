@@ -131,6 +131,7 @@ def run(args: argparse.Namespace) -> int:
         own=_own_trial(costs.config, args.gpus) if args.config is not None else None,
         prefixes=table.prefixes,
         images=table.images,
+        adapter_ids=table.adapter_ids,
     )
     space = Space(
         num_gpus=args.gpus,

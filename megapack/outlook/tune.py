@@ -121,6 +121,7 @@ class Workload:
     """Tokens that samples have in common; None: nothing is shared."""
     images: Sequence[Images] | None = None
     """Of each sample; None: no sample has one."""
+    adapter_ids: Ids | None = None
 
     def memory_of(self, setup: Setup) -> MemoryModel:
         """`memory` with a setup's recomputation and layers."""
@@ -363,6 +364,7 @@ def _plan(work: Workload, trial: Trial) -> Plan:
         policy=replace(policy, oversize="error") if is_cut else policy,
         prefixes=work.prefixes,
         images=work.images,
+        adapter_ids=work.adapter_ids,
     )
     return replace(plan, policy=policy)
 

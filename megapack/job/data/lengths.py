@@ -85,6 +85,8 @@ class Columns:
     group: str | None = None
     """Samples with equal values have the same prompt, whose tokens rows may share. Needs columns of
     prompts and responses."""
+    adapter: str | None = None
+    """Samples with equal values train the same adapter."""
     patches: str | None = None
     """Patches of each image of a sample: a list, or numbers apart by blanks or commas. Samples of
     one group have the same images."""
@@ -128,7 +130,7 @@ class Columns:
     @property
     def ids(self) -> dict[str, str]:
         """The columns of ids that are given, by field."""
-        given = {name: getattr(self, name) for name in ("rollout", "colocate", "group")}
+        given = {name: getattr(self, name) for name in ("rollout", "colocate", "group", "adapter")}
         return {name: column for name, column in given.items() if column is not None}
 
 
@@ -140,6 +142,7 @@ class LengthTable:
     """int64 [n], each at least 1."""
     rollout_ids: Ids | None
     colocate_ids: Ids | None
+    adapter_ids: Ids | None
     columns: str
     """The columns that were read as the length, such as `prompt_len + response_len`."""
     prefixes: SharedPrefixes | None = None
@@ -200,6 +203,7 @@ def _tokenized(path: str, columns: Columns, config_name: str) -> LengthTable:
         data.lengths,
         tuple(data.rollout_ids(numbers)),
         None if pairs is None else tuple(pairs),
+        None,
         f"counted by the tokenizer {config.tokenizer_folder or 'of bytes'}",
         None if columns.group is None else data.prefixes(numbers),
         data.images(numbers) if config.model.vision != "off" else None,
@@ -250,6 +254,7 @@ def _read_rows(rows: Records, columns: Columns) -> LengthTable:
         np.array(lengths, dtype=np.int64),
         _ids(ids.get("rollout")),
         _ids(ids.get("colocate")),
+        _ids(ids.get("adapter")),
         _sum(summands),
         None if groups is None else SharedPrefixes.from_groups(groups, prompt_tokens),
         images if columns.patches is not None else None,

@@ -108,10 +108,22 @@ def test_every_argument_of_the_planner_is_an_option(call: Call) -> None:
     out = "".join(call("plan", flag)[1] for flag in ("--help", "--help-policy", "--help-model"))
     names = [field.name for cls in (Layout, Policy) for field in fields(cls)]
     names += list(signature(build_dp_schedule).parameters)
-    # The columns of LENGTHS have these; adapters are of loops of one's own.
-    elsewhere = {"lengths", "layout", "policy", "rollout_ids", "colocate_ids", "prefixes"}
-    elsewhere.add("adapter_ids")
+    # The columns of LENGTHS have these.
+    elsewhere = {"lengths", "layout", "policy", "prefixes"}
+    elsewhere |= {"rollout_ids", "colocate_ids", "adapter_ids"}
     assert [n for n in names if n not in elsewhere and flag_of(n) not in out] == []
+
+
+def test_rows_of_one_adapter_from_a_column(call: Call) -> None:
+    rows = [f"{length},{('math', 'code')[k % 2]}" for k, length in enumerate(LENGTHS)]
+    Path("c.csv").write_text("\n".join(["length,adapter", *rows]) + "\n")
+    options = (*BUDGET, "--adapter-column", "adapter", "--adapters", "one")
+    assert call("plan", "c.csv", *options, "-o", "c.json")[0] == 0
+    plan = Plan.from_json(Path("c.json").read_text())
+    assert plan.adapter_ids is not None
+    found = [{plan.adapter_ids[i] for i in mb.samples} for mb in plan.steps[0].microbatches]
+    assert set(map(len, found)) <= {0, 1}
+    assert len({name for names in found for name in names}) == 2
 
 
 def flag_of(name: str) -> str:
