@@ -420,14 +420,3 @@ def chain_at(board: Board, rank: int, position: int) -> int:
     """The chain of a rank's micro-batch; -1 without one."""
     piece = board.piece_of[board.rows[rank, position]]
     return int(board.chain[piece]) if piece >= 0 else -1
-
-
-@inner
-def unit_end(board: Board, rank: int, position: int) -> int:
-    """The position after the unit of a position: its chain, or it alone."""
-    chain = chain_at(board, rank, position)
-    last = position + 1
-    if chain >= 0:
-        while last < board.rows.shape[1] and chain_at(board, rank, last) == chain:
-            last += 1
-    return last

@@ -11,8 +11,7 @@ them choose again (a ruin). Which of them are drawn depends on what the board ma
   step is kept, less and less so, and the fastest board is left: simulated annealing.
 
 Moves come from a fixed pseudo-random sequence and the budget counts simulations, so equal inputs
-give equal plans. Pieces stay in their rows; those of a chain change their places together, and
-beside rows over several ranks not at all.
+give equal plans. Pieces stay in their rows, and these in their places.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import numpy as np
 
 from megapack.base.arrays import Ints
 from megapack.base.jit import inner, kernel
-from megapack.base.loops import copy_into
 from megapack.planner.board import (
     RANDOM_PARTS,
     Board,
@@ -34,7 +32,6 @@ from megapack.planner.board import (
     next_random,
     row_seconds,
     slowest,
-    unit_end,
 )
 from megapack.planner.clock import Clock, score_rank, score_shared
 from megapack.planner.fill import FillRule, fill_board
@@ -87,7 +84,6 @@ def improve_ranks(
     """
     random = np.array([_SEED])
     dp, count = board.rows.shape
-    before = np.empty((2, count), dtype=np.int64)
     misses_left = _MISSES_PER_SIMULATION * budget + _FREE_MISSES
     while budget > 0 and misses_left > 0:
         # 1. Draw a move of the slowest rank, or in lockstep of any, and another one.
@@ -105,15 +101,9 @@ def improve_ranks(
         is_drawn = p != q or rank != other
         # 2. Change the board.
         if is_order or board.cost.fixed_rows:
-            copy_into(before[0], board.rows[rank])
-            copy_into(before[1], board.rows[other])
-            single = chain_at(board, rank, p) < 0 and chain_at(board, rank, q) < 0
-            if not is_order or (single and next_random(random, 2) == 0):
-                row = board.rows[rank, p]
-                board.rows[rank, p] = board.rows[other, q]
-                board.rows[other, q] = row
-            elif p != q:
-                _move_unit(board, rank, p, q)
+            is_drawn &= chain_at(board, rank, p) < 0 and chain_at(board, other, q) < 0
+            if is_drawn:
+                _swap_rows(board, rank, p, other, q)
         else:
             wanted = (board.seconds[rank] - board.seconds[other]) / (2 * passes)
             a, b, row_a, row_b = _draw_exchange(board, random, rank, -1, other, wanted)
@@ -140,8 +130,7 @@ def improve_ranks(
         elif a >= 0:
             exchange(board, a, b, row_b, row_a)
         else:
-            copy_into(board.rows[rank], before[0])
-            copy_into(board.rows[other], before[1])
+            _swap_rows(board, rank, p, other, q)
 
 
 @kernel
@@ -213,27 +202,11 @@ def _value(board: Board) -> float:
 
 
 @inner
-def _move_unit(board: Board, rank: int, p: int, q: int) -> None:
-    """Move the unit of position p so that it begins at q, or before the chain that is there."""
-    count = board.rows.shape[1]
-    start = p
-    while start > 0 and unit_end(board, rank, start - 1) > p:
-        start -= 1
-    size = unit_end(board, rank, p) - start
-    unit = board.rows[rank, start : start + size].copy()
-    # Close the gap, and then open one at q.
-    for k in range(start, count - size):
-        board.rows[rank, k] = board.rows[rank, k + size]
-    rest = count - size
-    at = min(q, rest)
-    while 0 < at < rest:
-        chain = chain_at(board, rank, at)
-        if chain < 0 or chain != chain_at(board, rank, at - 1):
-            break
-        at -= 1
-    for k in range(rest - 1, at - 1, -1):
-        board.rows[rank, k + size] = board.rows[rank, k]
-    copy_into(board.rows[rank, at:], unit)
+def _swap_rows(board: Board, rank: int, position: int, other: int, other_position: int) -> None:
+    """Exchange the rows of two cells."""
+    row = board.rows[rank, position]
+    board.rows[rank, position] = board.rows[other, other_position]
+    board.rows[other, other_position] = row
 
 
 @inner
