@@ -112,8 +112,7 @@ class Policy:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
-                advice = _GONE.get(f"{name}={value!r}", f"set one of {choices}")
-                raise ConfigError(f"{name}={brief(value)}; {advice}")
+                raise ConfigError(f"{name}={brief(value)}; set one of {choices}")
         if self.count_rule == "per_rank":
             object.__setattr__(self, "count_rule", "legal")
         _check_int("search", self.search, 0)
@@ -172,13 +171,6 @@ class Policy:
         return payload
 
 
-# Choices of earlier versions, and what to set now.
-_GONE = {
-    "group_size='search'": "other G are not tried any more; set group_size='fixed', and G in the "
-    "layout's microbatch_group_size",
-    "balance='tokens'": "plans balance seconds; set balance='time', and for tokens a cost model "
-    "of per_token alone",
-}
 _CHOICES = {
     name: get_args(hint)
     for name, hint in get_type_hints(Policy).items()

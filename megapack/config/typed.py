@@ -13,31 +13,6 @@ from typing import Any, Literal, Union
 from megapack.config.yaml import Node
 from megapack.errors import ConfigError, brief
 
-# Keys that were removed -> their defaults, which configs of older runs have and which change
-# nothing, and what to do now for another value.
-_AS_TEXT = "write the split as layout.pipeline_model_parallel_layout, such as Et*9|t*10|t*10|t*8L"
-_REMOVED: dict[str, tuple[Any, str]] = {
-    "layout.num_layers_in_first_pipeline_stage": (None, _AS_TEXT),
-    "layout.num_layers_in_last_pipeline_stage": (None, _AS_TEXT),
-    "layout.account_for_embedding_in_pipeline_split": (False, _AS_TEXT),
-    "layout.account_for_loss_in_pipeline_split": (False, _AS_TEXT),
-    "model.head_kernel": ("auto", "log-probs have one kernel, that of torch; leave it out"),
-    "plan.row_shapes_interval": (
-        100,
-        "row lengths are equal parts of plan.max_tokens_per_gpu in all steps; leave it out",
-    ),
-    "train.on_oom": (
-        "error",
-        "memory that runs out ends the run; leave it out, and lower plan.max_tokens_per_gpu or set "
-        "model.recompute",
-    ),
-}
-# Values of keys that were removed -> what to do now.
-_REMOVED_VALUES = {
-    "plan.balance=tokens": "leave it out, or set plan.cost_model to a file with per_token alone",
-    "plan.group_size=search": "set G in layout.microbatch_group_size, and leave this out",
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class Converter:
@@ -61,11 +36,7 @@ class Converter:
                 f"{node.where}: {path or 'this'} is a section, got {shown(node.value)}; "
                 f"set keys of it ({', '.join(names[:4])}, ...) or leave it out"
             )
-        given = {
-            key: child
-            for key, child in node.value.items()
-            if key in names or not _changes_nothing(_join(path, key), child.value)
-        }
+        given: dict[str, Node] = node.value
         for key, child in given.items():
             if key not in names:
                 meant = self.nearest(path, key, names)
@@ -123,8 +94,6 @@ class Converter:
 
     def nearest(self, path: str, key: str, names: list[str]) -> str:
         """A hint for an unknown key: a similar key of this section, or else of any section."""
-        if _join(path, key) in _REMOVED:
-            return _REMOVED[_join(path, key)][1]
         # 0.7 was chosen by hand: it finds swapped letters, as in "cuont" for "count" (0.8).
         close = difflib.get_close_matches(key, names, n=1, cutoff=0.7)
         if close:
@@ -136,18 +105,11 @@ class Converter:
         return f"valid keys are {', '.join(names)}"
 
 
-def _changes_nothing(path: str, value: Any) -> bool:
-    """Whether a key that was removed has the value that it would have without it."""
-    return path in _REMOVED and value == _REMOVED[path][0]
-
-
 def _unexpected(node: Node, options: tuple[Any, ...], path: str) -> ConfigError:
     expected = " or ".join(describe(option) for option in options)
     words = [word for option in options for word in _words(option)]
     close = difflib.get_close_matches(str(node.value), words, n=1)
     meant = f"; did you mean {close[0]}?" if close else ""
-    if removed := _REMOVED_VALUES.get(f"{path}={node.value}"):
-        meant = f"; {removed}"
     return ConfigError(f"{node.where}: {path} is {shown(node.value)}, expected {expected}{meant}")
 
 

@@ -235,13 +235,6 @@ def test_steps_of_about_equal_tokens() -> None:
 # Refusals.
 
 
-def test_a_searched_group_size_is_refused_with_what_to_set() -> None:
-    with pytest.raises(ConfigError, match=r"group_size='search'.*microbatch_group_size"):
-        Policy(group_size="search")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"balance='tokens'.*a cost model of per_token alone"):
-        Policy(balance="tokens")  # type: ignore[arg-type]
-
-
 def test_per_rank_is_another_name_of_legal() -> None:
     assert Policy(count_rule="per_rank") == Policy()
 

