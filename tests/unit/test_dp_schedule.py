@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from megapack import (
-    ConfigError,
     Layout,
     Plan,
     PlanError,

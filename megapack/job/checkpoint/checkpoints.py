@@ -297,8 +297,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"{found.path} has no critic; set critic.enabled=false, or train.resume=null"
             )
-        # Earlier versions saved the digest of lengths and groups alone, which is the first.
-        if manifest.data_digest not in (self.data_digest, self.data_digest.partition(" ")[0]):
+        if manifest.data_digest != self.data_digest:
             raise CheckpointError(
                 f"{found.path} is of a run on other samples than data.path="
                 f"{self.config.data.path} gives; set the section data as it was, or "
@@ -333,7 +332,6 @@ class Checkpoints:
             position=position,
             config=to_dict(self.config),
             layout=self.layout.to_payload(),
-            plan_digest=plan.digest(),
             samples_done_digest=samples_done_digest(plan, position.step_in_batch),
             data_digest=self.data_digest,
             has_reference=self.state.reference is not None,

@@ -106,8 +106,6 @@ class Manifest:
     """The run's config as nested plain values."""
     layout: Mapping[str, Any]
     """The run's layout as nested plain values; the random states fit this layout only."""
-    plan_digest: str
-    """Digest of the last step's plan."""
     samples_done_digest: str
     """Digest of the samples that the batch in progress has already trained on, step by step."""
     data_digest: str
@@ -163,9 +161,6 @@ def read_checkpoint(path: Path) -> Checkpoint:
                 f"{path} has format {brief(values['format'])}, this megapack reads {FORMAT}; "
                 "resume with the megapack that wrote it"
             )
-        # Earlier versions saved fits of plan.calibrate=online, and row lengths that were chosen.
-        for name in ("calibration", "row_shapes"):
-            values.pop(name, None)
         manifest = Manifest(**{**values, "position": Position(**values["position"])})
         _check_types(manifest)
         sizes = {path / name: (_size(path / name), size) for name, size in manifest.files.items()}
@@ -194,7 +189,7 @@ def _check_types(manifest: Manifest) -> None:
     names = ("config", "layout", "files")
     kinds: dict[str, type] = dict.fromkeys(names, dict)
     kinds |= dict.fromkeys(("has_reference", "has_critic"), bool)
-    digests = ("plan_digest", "samples_done_digest", "data_digest")
+    digests = ("samples_done_digest", "data_digest")
     kinds |= dict.fromkeys((*digests, "megatron_core"), str)
     for name, kind in kinds.items():
         if type(getattr(manifest, name)) is not kind:

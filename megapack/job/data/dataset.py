@@ -77,19 +77,11 @@ class Dataset(StoredSamples):
 
     def digest(self) -> str:
         """A digest of the samples' lengths, loss tokens, pairs, prompt groups and rollouts, which
-        decide plans and loss weights; a space; and a digest of all that is trained.
-
-        Checkpoints of earlier versions hold the first one alone.
-        """
+        decide plans and loss weights; a space; and a digest of all that is trained."""
         digest = hashlib.sha256()
-        names = ["prompt_tokens", "response_tokens", "group", "rollout"]
-        index = self.index
-        all_count = index["response_tokens"] - (index["prompt_tokens"] == 0)
-        # Plain data keeps the digest that checkpoints of earlier versions hold.
-        if index["pair_sign"].any() or (index["loss_tokens"] != np.maximum(all_count, 0)).any():
-            names += ["loss_tokens", "pair_sign"]
-        for name in names:
-            digest.update(index[name].tobytes())
+        tokens = ("prompt_tokens", "response_tokens", "loss_tokens")
+        for name in (*tokens, "pair_sign", "group", "rollout"):
+            digest.update(self.index[name].tobytes())
         return f"{digest.hexdigest()} {self.samples_digest}"
 
     @property
