@@ -21,6 +21,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
@@ -303,6 +304,8 @@ def run_variant(name: str, batch: SampleBatch) -> list[dict[str, Any]]:
     few = problem.shallow(settings)
     settings = few if few.num_layers == int(num_layers) else settings
     model = build(settings)
+    # Megatron's, whose size is that of the first model of a process.
+    MTPLossLoggingHelper.tracker = {}
     results = []
     for i in range(len(batch)):
         if variant == "moe_replay":
