@@ -66,10 +66,7 @@ _LEAST_STRETCH = 0.9
 _STRETCH_RANGE = 0.6
 _NOISE = 0.3
 # With rows over several ranks, a step that is 0.3 % slower is kept at first, and none at the end.
-# The mean of the ranks' seconds counts as this part of the step's: a move that makes only a faster
-# rank faster is kept, and helps later.
 _WARMTH = 0.003
-_TIE = 0.02
 
 
 @kernel
@@ -157,18 +154,11 @@ def improve_blocks(
     place = np.empty(board.row_of.size, dtype=np.int64)
     for k in range(rule.order.size):
         place[rule.order[k]] = k
-    fewest = board.seconds[slowest(board)]
-    current = _value(board)
+    fewest = current = board.seconds[slowest(board)]
     for used in range(budget):
         if fewest <= goal:
             break
         rank, position = slowest(board), next_random(random, count)
-        if clock.lockstep:
-            # All wait for the longest row of the position.
-            for r in range(dp):
-                row = board.rows[r, position]
-                if board.row_seconds[row] > board.row_seconds[board.rows[rank, position]]:
-                    rank = r
         kind = next_random(random, _KINDS)
         if kind < _FIRST_RUIN:
             other = next_random(random, dp)
@@ -180,9 +170,8 @@ def improve_blocks(
             done = _try_ruin(board, rule, random, rank, position, place)
         if done:
             seconds = score_shared(board, clock, own)
-            value = _value(board)
-            if value < current * (1 + _WARMTH * (budget - used) / budget):
-                current = value
+            if seconds < current * (1 + _WARMTH * (budget - used) / budget):
+                current = seconds
                 copy_board(board, kept)
                 if seconds < fewest:
                     fewest = seconds
@@ -190,15 +179,6 @@ def improve_blocks(
                 continue
         copy_board(kept, board)
     copy_board(best, board)
-
-
-@inner
-def _value(board: Board) -> float:
-    """What annealing makes small."""
-    total = 0.0
-    for seconds in board.seconds:
-        total += seconds
-    return float(board.seconds[slowest(board)] + _TIE * total / board.seconds.size)
 
 
 @inner
