@@ -17,8 +17,9 @@ from tests.dist.streams import ModelWithStreams
 from tests.toy import few_layers_of, width_of
 
 SEED = 11
-COST = CostModel(per_token=1.0)
-"""Of plans: the default's 256 tokens per micro-batch would put samples of so few into one row."""
+COST = CostModel(fixed=0.5, per_token=1.0)
+"""Of plans: rows have several samples, and there are several rows. The default's 256 tokens per
+micro-batch would put samples of so few into one row."""
 VOCAB_SIZE = 100
 NUM_LAYERS = 8
 FEW_LAYERS = few_layers_of(NUM_LAYERS // 2)
