@@ -1,8 +1,8 @@
 """The search for a step's fastest legal draft: pack, order, improve.
 
     1. Start    values of M and targets of their rows; items packed to them; boards simulated
-    2. Improve  the fastest board, by moves
-    3. Finish   it as a draft, with the order of each rank
+    2. Improve  the best two boards, by moves
+    3. Finish   the fastest one as a draft, with the order of each rank
 
 This is done for each way in which the policy allows a step to be packed:
 
@@ -51,9 +51,8 @@ logger = logging.getLogger(__name__)
 # Without a bubble a draft with more micro-batches than the fewest must be this much faster: M=11
 # must take less than 0.998 s if M=10 takes 1 s.
 _LEAST_GAIN = 0.002
-# Without a pipeline only the sums of ranks matter: half of the evaluations that are left give the
-# same seconds.
-_SUMS_PART = 2
+# The best boards share the remaining evaluations.
+_CONTENDERS = 2
 # Of the policy's evaluations, each cut of families gets a sixteenth, and the best one half of them
 # again. The draft without sharing gets all of them, as it would without prefixes; if none is made,
 # the best cut gets them.
@@ -278,8 +277,9 @@ def plan_rows(items: Items, evaluations: int) -> Draft:
         more = scored.count > fewest and not has_bubble
         return scored.seconds * (1 + _LEAST_GAIN if more else 1.0)
 
-    best = min(found, key=seconds)
-    if best.seconds == math.inf:
+    found = sorted(found, key=seconds)[:_CONTENDERS]
+    if found[0].seconds == math.inf:
         raise no_whole_rows(items)
-    best.improve(evaluations if has_bubble else evaluations // _SUMS_PART)
-    return best.draft()
+    for scored in found:
+        scored.improve(evaluations // _CONTENDERS)
+    return min(found, key=seconds).draft()
