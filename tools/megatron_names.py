@@ -23,7 +23,10 @@ from tools.hosting.read_source import NotRead, Outside, Sources  # noqa: E402
 
 PACKAGE = "megatron.core"
 # Old versions lack these; megapack asks for them before it uses them, or sets them itself.
-ASKED_FOR = {"megatron.core.transformer.moe.moe_utils.te_general_gemm"}
+ASKED_FOR = {
+    "megatron.core.transformer.moe.moe_utils.te_general_gemm",
+    "megatron.core.transformer.transformer_layer.HyperConnectionTransformerLayer",
+}
 # Modules that are there since these versions; megapack refuses what needs them before.
 SINCE = {
     "megatron.core.models.hybrid": "0.18",

@@ -115,7 +115,9 @@ def areal_rows(data: Any, budget: int, multiple: int = 1) -> Rows:
 @pytest.fixture(autouse=True)
 def _own_packer(originals: dict[str, Any]) -> None:
     originals["nemo_rl.data.packing.algorithms.get_packer"] = (
-        lambda _, capacity, __, least, multiple: HostPacker(capacity, least, multiple)
+        lambda _, capacity, *__, min_bin_count, bin_count_multiple, **___: HostPacker(
+            capacity, min_bin_count, bin_count_multiple
+        )
     )
     originals["nemo_rl.distributed.batched_data_dict.BatchedDataDict.shard_by_batch_size"] = sharded
 

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -467,11 +468,12 @@ def gpt_class(model: ModelConfig, given: Any = None) -> Any:
     if given is not None:
         return given
     try:
-        from megatron.core.models.gpt import GPTModel, gpt_model
+        from megatron.core.models.gpt import GPTModel
     except ImportError:
         # The same model, where there is no other class any more.
         return None
-    is_ending = LOGGED[gpt_model.__name__] in inspect.getsource(gpt_model)
+    source = inspect.getsource(sys.modules[GPTModel.__module__])
+    is_ending = LOGGED["megatron.core.models.gpt.gpt_model"] in source
     return None if is_ending and model.megatron_class != "gpt" else GPTModel
 
 

@@ -185,4 +185,5 @@ def test_the_patches_fit_the_installed_megatron_core() -> None:
     source = Source(label="installed", folders=(site,), version=version)
     rows = rows_of(source, shipped_files())
     assert any(row.target.startswith("megatron.core.") for row in rows)
-    assert [row for row in rows if row.moved] == []
+    # verl's dynamic CP needs Megatron's dev branch.
+    assert {row.host for row in rows if row.moved} == {"verl_dynamic_cp"}
