@@ -41,11 +41,11 @@ SPECIAL = {
     "others_cp2": _case("dp2_cp2", title="pairs and values", kinds=_OTHERS),
     "planned_weights": _planned(
         "dp2_pp2_ep2",
-        shape="g1",
+        shape="shared",
         model="moe",
         policy=_ALL,
         kinds=_TWO,
-        expect={"rows_2": 2, "gpus": [2]},
+        expect={"rows_2": 2, "gpus": [1, 2]},
     ),
     "untied": _case("dp2_pp2", model="other", kinds=_TWO),
     "selective": _case("dp2_tp2_sp", recompute="selective", kinds=_TWO),
