@@ -26,6 +26,9 @@ from megapack.planner.step import UNLIMITED
 # dp2 x pp4 x vpp2 may be 16, 24 or 32 parts, for M = 8, 12 or 16. Without a pipeline rows may be as
 # large as the budget: the first alone.
 _MULTIPLES = (1.0, 1.5, 2.0)
+# With a pipeline also cuts at these fractions of a mean row's work at the fewest micro-batches: of
+# short prompts, whose families are many small parts then.
+_FRACTIONS = (1.0, 0.5, 0.25)
 # Bisections of the limit that gives so many parts: it is then within 1/4096 of the largest one.
 _LIMIT_BISECTIONS = 12
 # Bisections of the largest part of a branch: it is then within 1/1024 of the best.
@@ -104,8 +107,13 @@ def parts_of_families(items: Items, families: Families) -> Iterator[Items]:
     """
     before = 0
     coarsest = cut_families(items, families, np.inf)
-    for multiple in _MULTIPLES if items.step.layout.pp > 1 else _MULTIPLES[:1]:
-        parts = _cut_into(items, families, coarsest, int(multiple * fewest_counts(coarsest)))
+    fewest, has_pipeline = fewest_counts(coarsest), items.step.layout.pp > 1
+    multiples = _MULTIPLES if has_pipeline else _MULTIPLES[:1]
+    cuts = [_cut_into(items, families, coarsest, int(m * fewest)) for m in multiples]
+    # Cumulative, because sums by vector instructions may differ between machines.
+    mean = float(np.cumsum(items.work)[-1]) / fewest_counts(items)
+    cuts += [cut_families(items, families, f * mean) for f in _FRACTIONS if has_pipeline]
+    for parts in sorted(cuts, key=lambda cut: cut.num_items):
         enough = parts.num_items >= fewest_counts(parts)
         if before < parts.num_items < items.num_items and enough:
             before = parts.num_items

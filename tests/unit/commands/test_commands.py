@@ -74,14 +74,14 @@ def test_plan_compares_with_other_schedulers_and_says_their_best_budget(call: Ca
     assert (code, err) == (0, "")
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert lines[6:-2] == [
-        "NeMo-RL 1 2 4 50.0% 0.0% 1.133 268.3% 113.2 0 4.171 2.07",
-        "slime --balance-data 1 2 4 50.0% 0.0% 1.119 221.0% 97.5 0 3.591 1.78",
-        "slime --balance-by-flops 1 1 2 100.0% 0.0% 1.011 300.0% 109.8 0 4.044 2.01",
-        "verl 1 1 2 100.0% 0.0% 1.022 300.0% 111 0 4.088 2.03",
-        "NeMo-RL at train_mb_tokens/cp 9: 1.14",
-        "slime --balance-data at --max-tokens-per-gpu 9: 1.12",
-        "slime --balance-by-flops at --max-tokens-per-gpu 9: 1.12",
-        "verl at ppo_max_token_len_per_gpu 9: 1.08",
+        "NeMo-RL 1 2 4 50.0% 0.0% 1.133 268.3% 113.2 0 4.171 2.05",
+        "slime --balance-data 1 2 4 50.0% 0.0% 1.119 221.0% 97.5 0 3.591 1.76",
+        "slime --balance-by-flops 1 1 2 100.0% 0.0% 1.011 300.0% 109.8 0 4.044 1.98",
+        "verl 1 1 2 100.0% 0.0% 1.022 300.0% 111 0 4.088 2.01",
+        "NeMo-RL at train_mb_tokens/cp 9: 1.12",
+        "slime --balance-data at --max-tokens-per-gpu 9: 1.11",
+        "slime --balance-by-flops at --max-tokens-per-gpu 9: 1.11",
+        "verl at ppo_max_token_len_per_gpu 9: 1.07",
     ]
     printed = json.loads(call(*args, "--json")[1])
     assert list(printed["strategies"])[4:] == list(printed["best_budgets"])
