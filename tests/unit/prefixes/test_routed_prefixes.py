@@ -77,7 +77,7 @@ def test_routing_of_another_shape_is_refused() -> None:
 def test_under_multi_token_prediction_a_turn_keeps_its_last_tokens(
     depths: int, shared: int
 ) -> None:
-    """There its layers read token 0 and have losses of experts; the longer turn has other tokens."""
+    """There its layers read token 0, and routers have losses; a longer turn has other tokens."""
     turns = [PROMPT, SAMPLES[0]]
     prefixes = SharedPrefixes.from_samples(turns, mtp_num_layers=depths)
     kept = worthwhile(prefixes, np.array([4, 5]), Layout())
