@@ -54,8 +54,8 @@ class SharedPrefixes:
     """The last common tokens, which each sample keeps for itself. A position predicts the token
     after it, so the position of the last common token predicts a different token in each sample:
     with 3 common tokens, samples share 2 positions. Each layer of multi-token prediction reads one
-    token more. A sample that the next one begins with keeps none: after its end it predicts
-    nothing."""
+    token more. Without these, a sample that the next one begins with keeps none: after its end it
+    predicts nothing."""
 
     @classmethod
     def from_samples(

@@ -168,11 +168,13 @@ def shared_positions(prefixes: SharedPrefixes, lengths: Ints, layout: Layout) ->
     """Positions that each sample of `prefixes.order` shares with the one before it: int64 [p].
 
     A sample that the one after it begins with, such as an agent's turn, shares all of its
-    positions, padding included: its last one predicts nothing that could differ.
+    positions, padding included: its last one predicts nothing that could differ. Not with
+    multi-token prediction, whose layers would read tokens after its end, and have losses of experts
+    there.
     """
     unit = layout.sample_alignment
     common = np.array(prefixes.common, dtype=np.int64)
     before = np.roll(lengths[np.array(prefixes.order, dtype=np.int64)], 1)
     parted = np.maximum(common - prefixes.own_tokens, 0) // unit * unit
-    is_whole = (common == before) & (common > prefixes.own_tokens)
+    is_whole = (common == before) & (common > 1) & (prefixes.own_tokens == 1)
     return np.where(is_whole, layout.aligned_sample_tokens(common), parted)

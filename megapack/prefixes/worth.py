@@ -48,7 +48,7 @@ def worthwhile(prefixes: SharedPrefixes, lengths: Ints, layout: Layout) -> Share
     shared = shared_positions(prefixes, lengths, layout)
     ends = np.concatenate([[0], np.cumsum(layout.aligned_sample_tokens(lengths[order]))])
     kept = _kept_positions(shared, ends, np.argsort(shared, kind="stable"))
-    kept = np.where(common == np.roll(lengths[order], 1), shared, kept)
+    kept = np.where(shared >= common, shared, kept)
     common = np.where(kept == shared, common, kept + prefixes.own_tokens)
     common[kept == 0] = 0
     pays = SharedPrefixes(prefixes.order, tuple(common.tolist()), prefixes.own_tokens)

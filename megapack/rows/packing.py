@@ -98,7 +98,7 @@ def pack_row(
     has_images = any(map(batch.images, samples))
     named = [] if adapter_ids is None else [adapter_ids[i] for i in samples]
     adapters = tuple(dict.fromkeys(named))
-    own = [adapters.index(named[branch.samples[0]]) for branch in branches if named] or [0]
+    own = [adapters.index(named[part.samples[0]]) for part in joined if named] or [0]
     own += own[-1:] * (len(spans) - len(own))
     return PackedRow(
         samples=samples,

@@ -31,7 +31,7 @@ class RolloutQueue(Generic[Sample]):
     """
 
     def __init__(self, global_batch_size: int) -> None:
-        check_count("global_batch_size", global_batch_size)
+        check_count("global_batch_size", global_batch_size or 0)
         self.global_batch_size = global_batch_size
         self._waiting: dict[int | str, Sequence[Sample]] = {}
 

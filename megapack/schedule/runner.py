@@ -115,11 +115,12 @@ class ScheduleRunner:
             self.run_schedule(call, rows, context, images)
         except torch.OutOfMemoryError as error:
             raise StepOutOfMemory.of(error, rows, self.place) from error
+        finally:
+            begin_row(None)
         if is_training and not checks.reduces(self.chunks):
             params = [list(module.parameters()) for module in self.modules]
             flags.check_gradients([[p.grad for p in own if p.grad is not None] for own in params])
         self.place.enter("output")
-        begin_row(None)
         flags.refuse(lambda k: samples_text(rows[k].samples), device=self.device)
         return context.schedule_pass
 

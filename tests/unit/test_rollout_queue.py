@@ -52,5 +52,6 @@ def test_a_rollout_is_added_once_and_has_samples() -> None:
         queue.add(7, ["a"])
     with pytest.raises(DataError, match="rollout 'x' has no samples"):
         queue.add("x", [])
-    with pytest.raises(ConfigError, match="global_batch_size=0"):
-        RolloutQueue(0)
+    for size in (0, None):
+        with pytest.raises(ConfigError, match="global_batch_size=0"):
+            RolloutQueue(size)  # type: ignore[arg-type]

@@ -304,21 +304,21 @@ class Checkpoints:
                 "train.resume=null"
             )
 
-    def _check_batch(
-        self, checkpoint: Checkpoint, field_names: Sequence[str]
-    ) -> dict[str, torch.Tensor]:
-        """The saved fields of the batch in progress; raises if one of `field_names` is missing."""
-        manifest = checkpoint.manifest
+    def _check_batch(self, checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """The saved fields of the batch in progress; raises if what the run needs is missing."""
+        manifest, path = checkpoint.manifest, checkpoint.path / _BATCH_FILE
         # Objectives that need no old log-probs (SFT) save no such file.
-        has_file = _BATCH_FILE in manifest.files
-        fields = _read_tensors(checkpoint.path / _BATCH_FILE) if has_file else {}
-        missing = [name for name in field_names if name not in fields]
+        fields = _read_tensors(path) if path.name in manifest.files else {}
+        missing = [name for name in names if name not in fields]
+        if self.config.train.routing_replay == "old_logprobs":
+            missing.append("recorded experts")
         if manifest.position.step_in_batch and missing:
-            changed = folders.differences(manifest.config, to_dict(self.config), ("objective",))
+            keys = "objective", "train.routing_replay"
+            changed = folders.differences(manifest.config, to_dict(self.config), keys) or keys
             raise CheckpointError(
                 f"{checkpoint.path} was saved inside a batch and has no {', '.join(missing)}, "
-                f"which {', '.join(changed)} needs; set the section objective as it was, or resume "
-                "from a checkpoint at a batch's end"
+                f"which {', '.join(changed)} needs; set that as it was, or resume from a "
+                "checkpoint at a batch's end"
             )
         return fields
 

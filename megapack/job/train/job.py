@@ -337,7 +337,6 @@ class Trainer:
                 self.critic.add_advantages(batch)
             batch_seconds["value_pass_s"] = time.perf_counter() - passed
         self._last = batch
-        records_routing = self.config.train.routing_replay == "old_logprobs"
         wants_save = False
         for index in range(first_step, len(batch.plan.steps)):
             if not wants_save:
@@ -346,7 +345,7 @@ class Trainer:
             self._step(batch, index, batch_seconds)
             wants_save |= self._stopping or self.checkpoints.due(self.num_steps)
             # Recorded experts are not saved, so such a batch runs to its end before.
-            if records_routing and self.position.step_in_batch:
+            if self.config.train.routing_replay == "old_logprobs" and self.position.step_in_batch:
                 continue
             if wants_save:
                 self._save(batch)

@@ -146,8 +146,8 @@ def _check_shared_choices(row: PackedRow, choices: Sequence[Tensor | None]) -> N
     The order of a token's experts does not matter, because the layer adds up their outputs.
     """
     for branch in row.branches:
-        longest_first = sorted(branch.samples, key=lambda k: -row.lengths[k])
-        first, *others = (row.samples[k] for k in longest_first)
+        samples = (row.samples[k] for k in branch.samples)
+        first, *others = sorted(samples, key=lambda i: -len(_of_branch(choices[i], branch)))
         own = _of_branch(choices[first], branch)
         for other in others:
             value = _of_branch(choices[other], branch)

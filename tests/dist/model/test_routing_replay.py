@@ -105,6 +105,17 @@ def test_checkpoints_are_at_the_ends_of_batches(tmp_path: Path) -> None:
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000002", "step-00000004"]
     shutil.rmtree(checkpoints / "step-00000004")
     assert finished(tmp_path, *settings, "train.resume=auto") == whole
+    # The last checkpoint of a run without replay is inside of a batch.
+    shutil.rmtree(tmp_path / "runs")
+    finished(tmp_path, *settings, "train.routing_replay=none")
+    shutil.rmtree(checkpoints / "step-00000004")
+    args = ["train", str(CONFIG), *settings, "train.resume=auto"]
+    done = run_job(2, "megapack", args, timeout_s=200, cwd=tmp_path)
+    assert done.returncode != 0
+    assert (
+        "step-00000003 was saved inside a batch and has no recorded experts, which "
+        'train.routing_replay="old_logprobs", was "none" needs; set that as it was, or resume'
+    ) in done.stdout
 
 
 def finished(folder: Path, *overrides: str, world: int = 2) -> list[dict[str, Any]]:

@@ -227,7 +227,7 @@ def test_samples_that_share_tokens_must_agree_on_their_experts() -> None:
     assert routed == SharedPrefixes((0, 1), (0, 3))
 
 
-def test_a_last_token_without_experts_is_never_shared() -> None:
+def test_a_last_token_without_experts_has_those_of_the_sample_that_goes_on() -> None:
     samples = [[1, 2, 3, 4], [1, 2, 3, 4, 5]]
     _, row = rows_of(samples, Layout())
     choices = some_choices(samples)
@@ -235,3 +235,16 @@ def test_a_last_token_without_experts_is_never_shared() -> None:
     seen = whole(row, [choices[0][:-1], choices[1]])
     assert seen.choices_tLK is not None
     assert torch.equal(seen.choices_tLK[row.positions_N[4:]].long(), choices[1])
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_of_equal_samples_one_may_lack_the_experts_of_its_last_token(lacking: int) -> None:
+    samples = [[1, 2, 3, 4], [1, 2, 3, 4]]
+    _, row = rows_of(samples, Layout())
+    choices = some_choices(samples)
+    expected = choices[1 - lacking]
+    assert expected is not None
+    choices[lacking] = expected[:-1]
+    seen = whole(row, choices)
+    assert seen.choices_tLK is not None
+    assert torch.equal(seen.choices_tLK[row.positions_N[:4]].long(), expected)

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from megapack import Layout, MicroBatch, ScheduleError, build_dp_schedule
+from megapack import (
+    Layout,
+    MicroBatch,
+    Policy,
+    ScheduleError,
+    SharedPrefixes,
+    build_dp_schedule,
+)
 from megapack.model import adapters
 from megapack.rows.packed import PackedRow
 from megapack.rows.packing import pack_row
@@ -37,6 +46,29 @@ def test_indices_follow_the_layer_and_padding_the_sample_before_it() -> None:
     for rank in range(2):
         part = slice_row(row, 2, rank)
         assert told(part, [3, 7, "b"]) == [whole[k] for k in part.row_positions_T.tolist()]
+
+
+@pytest.mark.parametrize("tail", [0, 512, 1024])
+def test_turns_that_continue_each_other_have_the_adapter_of_their_sequence(tail: int) -> None:
+    tokens = [[1, 2, 3], [1, 2, 3, 4, 5], [7, 8, 9, 6], [7, 8, 9, 6, 5, 4]]
+    plan = build_dp_schedule(
+        [*map(len, tokens)],
+        layout=Layout(),
+        max_tokens_per_gpu=64,
+        adapter_ids=["a", "a", "b", "b"],
+        prefixes=SharedPrefixes.from_samples(tokens),
+        policy=Policy(share_prefixes="auto"),
+    )
+    (mb,) = plan.microbatches
+    assert mb.row_tokens == 11
+    row = pack_row(
+        SampleBatch(tokens),
+        dataclasses.replace(mb, row_tokens=11 + tail),
+        Layout(),
+        prefixes=plan.prefix_table([*map(len, tokens)]),
+        adapter_ids=plan.adapter_ids,
+    )
+    assert told(row, ["a", "b"]) == [0] * 5 + [1] * (6 + tail)
 
 
 def test_a_padding_micro_batch_has_the_first_adapter() -> None:

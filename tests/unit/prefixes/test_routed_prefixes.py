@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from megapack import SharedPrefixes
+from megapack import Layout, SharedPrefixes
 from megapack.errors import DataError
+from megapack.prefixes import PrefixTable
+from megapack.prefixes.worth import worthwhile
 
 pytestmark = pytest.mark.unit
 
@@ -69,3 +71,14 @@ def test_routing_of_another_shape_is_refused() -> None:
         SharedPrefixes.from_samples([[*PROMPT, 8, 1], [*PROMPT, 8, 2], [9]], routing=routes)
     with pytest.raises(DataError, match="routing of 2 samples for 3"):
         SharedPrefixes.from_samples(SAMPLES, routing=routes[:2])
+
+
+@pytest.mark.parametrize(("depths", "shared"), [(0, 4), (1, 2), (2, 1)])
+def test_under_multi_token_prediction_a_turn_keeps_its_last_tokens(
+    depths: int, shared: int
+) -> None:
+    """There its layers read token 0, and routers have losses; a longer turn has other tokens."""
+    turns = [PROMPT, SAMPLES[0]]
+    prefixes = SharedPrefixes.from_samples(turns, mtp_num_layers=depths)
+    kept = worthwhile(prefixes, np.array([4, 5]), Layout())
+    assert PrefixTable(kept, [4, 5], Layout()).shared.tolist() == [0, shared]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from megapack import Layout, MicroBatch
 from megapack.errors import ScheduleError
+from megapack.model.adapters import begin_row, token_adapters
 from megapack.ranks.place import Place
 from megapack.rows.packing import pack_row
 from megapack.samples import SampleBatch
@@ -20,6 +23,8 @@ from megapack.schedule.faults import (
     origins,
     samples_text,
 )
+from megapack.schedule.runner import ScheduleRunner
+from tests.groups import RankOf
 from tests.job_in_process import job_of_one
 
 pytestmark = pytest.mark.unit
@@ -144,3 +149,33 @@ def test_out_of_memory_names_the_rows_and_what_to_set() -> None:
     place.enter("backward", 0, 1)
     found = StepOutOfMemory.of(error, rows, place)
     assert str(found) == f"{text}, micro-batch 1 (samples 1) has 2{rest}"
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError, torch.OutOfMemoryError])
+def test_no_row_runs_after_a_step_whatever_its_end(error: type[Exception] | None) -> None:
+    """Such a row would keep tensors alive, and give its adapters to a forward of the user's."""
+    row = MicroBatch((0,), 3, 3, 9, 3)
+    packed = pack_row(SampleBatch([[5, 6, 7]]), row, Layout(), adapter_ids=["a"])
+
+    def run_schedule(*_: Any) -> None:
+        begin_row(packed)
+        assert token_adapters(["a"]).tolist() == [0, 0, 0]
+        if error is not None:
+            raise error
+
+    runner: Any = SimpleNamespace(
+        place=Place(),
+        groups=SimpleNamespace(dp=RankOf(0, 1), pp=RankOf(0, 1)),
+        chunks=[None],
+        config=SimpleNamespace(fp16=False),
+        listeners=[],
+        device=CPU,
+        run_schedule=run_schedule,
+    )
+    call: Any = SimpleNamespace(rows=lambda rank: [row], is_training=False, record_routing=False)
+    try:
+        ScheduleRunner.run(runner, call, [packed])
+    except (RuntimeError, ScheduleError):
+        assert error is not None
+    with pytest.raises(ScheduleError, match="no row with adapters runs"):
+        token_adapters(["a"])
