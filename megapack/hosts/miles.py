@@ -90,11 +90,16 @@ def can_schedule_on_rollout_side(
     """Whether a rollout's steps are planned; without the patch they are not if there are images, or
     several adapters.
 
-    Kimi's and Inkling's samples are not, as without the patch: their lengths change afterwards.
+    Kimi's and Inkling's samples are not, as without the patch: their lengths change afterwards. Nor
+    are static batches: only miles' other way sorts them by adapter, and fills them up.
 
     Raises:
         ConfigError: prefixes shared among samples with adapters, whose tokens miles counts.
     """
+    own = patching.original(_RUNS_PLANNED)
+    if not args.use_dynamic_batch_size:
+        rollout_schedule.log_static("miles")
+        return bool(own(args, data, train_parallel_config))
     if any(_GROWS & set(images or ()) for images in data.get(_IMAGES, ())):
         log_own("miles", "samples with images of Kimi or Inkling grow after they are split")
         return False
@@ -108,7 +113,6 @@ def can_schedule_on_rollout_side(
         # All samples train in one step, whatever their number of rollouts.
         args, rest = copy.copy(args), {**rest, "dynamic_global_batch_size": 1}
         args.multi_lora = False
-    own = patching.original(_RUNS_PLANNED)
     if own(args, rest, train_parallel_config):
         return True
     size: Any = data.get("dynamic_global_batch_size") or getattr(args, "global_batch_size", 0)

@@ -38,7 +38,8 @@ def unirl_stack() -> None:
 
 
 def grown(data: dict[str, Any]) -> None:
-    assert not miles.can_schedule_on_rollout_side(STATIC, data, {"dp_size": 2})
+    args = SimpleNamespace(use_dynamic_batch_size=True, global_batch_size=4)
+    assert not miles.can_schedule_on_rollout_side(args, data, {"dp_size": 2})
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,10 @@ def grown(data: dict[str, Any]) -> None:
         ),
         (
             lambda: miles.build_dp_schedule(STATIC, {}, [5], **ROLLOUTS),
+            "miles: micro-batches are miles's own, not planned: set --use-dynamic-batch-size and",
+        ),
+        (
+            lambda: miles.can_schedule_on_rollout_side(STATIC, {"adapter_slots": [1, 0]}, {}),
             "miles: micro-batches are miles's own, not planned: set --use-dynamic-batch-size and",
         ),
         (

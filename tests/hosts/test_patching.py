@@ -437,6 +437,9 @@ def test_a_host_brings_the_step_and_can_leave_it_out() -> None:
     ]
     assert hosts_of("slime", "-megatron_core") == ["slime"]
     assert hosts_of("megatron_lm") == ["megatron_lm"]
+    # What is brought brings what it needs.
+    assert hosts_of("verl_dynamic_cp") == ["verl_dynamic_cp", "verl", "megatron_core"]
+    assert hosts_of("verl_dynamic_cp", "-megatron_core") == ["verl_dynamic_cp", "verl"]
     brought = r"-miles: nothing to leave out; the other names bring slime, megatron_core"
     with pytest.raises(ConfigError, match=brought):
         patch_set(["slime", "-miles"])

@@ -191,11 +191,12 @@ def patch_set(
     names = list(names)
     left_out = {name[1:] for name in names if name.startswith("-")}
     files: dict[str, PatchFile] = {}
-    for name in names:
-        if not name.startswith("-"):
-            file = read(name)
-            for each in (file, *map(read, file.brings)):
-                files.setdefault(each.host, each)
+    wanted = [name for name in names if not name.startswith("-")]
+    while wanted:
+        file = read(wanted.pop(0))
+        if file.host not in files:
+            files[file.host] = file
+            wanted[:0] = file.brings
     for name in sorted(left_out - files.keys()):
         refuse_unknown(name)
         brought = ", ".join(files) or "nothing"

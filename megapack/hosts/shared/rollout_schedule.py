@@ -90,9 +90,14 @@ def with_settings(own: str, add_custom_arguments: Provider | None) -> Provider:
     return provider
 
 
+def log_static(host: str) -> None:
+    """Say once that static batches are the host's own."""
+    log_own(host, "set --use-dynamic-batch-size and --max-tokens-per-gpu")
+
+
 def own_schedule(host: str, *args: Any, **ids: Any) -> Schedule:
     """The host's own schedule, which it makes without dynamic batches."""
-    log_own(host, "set --use-dynamic-batch-size and --max-tokens-per-gpu")
+    log_static(host)
     own = patching.original(f"{host}.utils.dp_schedule.build_dp_schedule")
     return own(*args, **ids)  # type: ignore[no-any-return]
 
