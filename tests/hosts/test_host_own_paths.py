@@ -81,6 +81,10 @@ def grown(data: dict[str, Any]) -> None:
             lambda: ms_swift.calculate_matched_group([], 8, strategy="sequential"),
             "packing_strategy=sequential; set binpack",
         ),
+        (
+            lambda: unirl.plan_micro_batches(None, num_samples=2, micro_token_budget=9),
+            "UniRL: micro-batches are UniRL's own, not planned: a rank's track has no lengths",
+        ),
         (unirl_stack, "set micro_token_budget in the recipe's stack"),
     ],
 )

@@ -13,7 +13,13 @@ import numpy as np
 from megapack.base.arrays import Ints, check_count
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError, PlanError
-from megapack.hosts.shared.rank_rows import Rows, agree_on_numbers, for_step, split_rows
+from megapack.hosts.shared.rank_rows import (
+    Rows,
+    agree_on_numbers,
+    for_step,
+    log_own,
+    split_rows,
+)
 from megapack.layout import Layout
 from megapack.policy import Policy
 
@@ -192,7 +198,7 @@ def plan_micro_batches(
     settings = f"{num_updates} {micro_batch_size} {micro_token_budget} {micro_cost_model}"
     rank, numbers = agree_on_numbers(read, lambda rank: rank.numbers, settings)
     if numbers[:, 1].any():
-        logger.warning("a rank has no lengths per sample; all ranks plan by micro_batch_size")
+        log_own("UniRL", "a rank's track has no lengths, or no [samples, columns] prompt masks")
         return _count_plan(rank.updates, micro_batch_size)
     counts, tokens = np.split(numbers[:, 2:], 2, axis=1)
     fewest_samples = int(numbers[:, 0].min()) // num_updates
