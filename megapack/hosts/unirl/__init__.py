@@ -19,16 +19,11 @@ import logging
 from itertools import chain
 from typing import Any, Literal
 
+from megapack.base.arrays import check_count
 from megapack.errors import ConfigError, PlanError
 from megapack.hosts import patching
 from megapack.hosts.shared.rank_rows import log_own
-from megapack.hosts.unirl.plan import (
-    MicroCostModel,
-    MicroPlan,
-    Range,
-    check_budget,
-    plan_micro_batches,
-)
+from megapack.hosts.unirl.plan import MicroPlan, Range, plan_micro_batches
 
 __all__ = [
     "MicroPlan",
@@ -46,33 +41,19 @@ _STACK = "unirl.train.stack.TrainStack"
 
 
 def init_stack(
-    self: Any,
-    *,
-    algorithm: Any,
-    micro_token_budget: int | None = None,
-    micro_cost_model: MicroCostModel = "dense",
-    packed_replay: bool | None = None,
-    **own: Any,
+    self: Any, *, algorithm: Any, micro_token_budget: int | None = None, **own: Any
 ) -> None:
     """`TrainStack.__init__` with a token budget.
 
     Args:
         micro_token_budget: computed tokens per micro-batch; None: `micro_batch_size` samples.
-        micro_cost_model: "dense", since UniRL's replays pad; prompts are `trimmed` before.
-        packed_replay: not true, for the same reason.
         own: what UniRL's takes, too.
 
     Raises:
-        ConfigError: the loss does not go with a budget, or the settings count on packed replays.
+        ConfigError: no budget, or the loss does not go with one.
     """
     patching.original(f"{_STACK}.__init__")(self, algorithm=algorithm, **own)
-    check_budget(micro_token_budget, micro_cost_model)
-    if packed_replay or (micro_token_budget is not None and micro_cost_model == "sum"):
-        raise ConfigError(
-            f"packed_replay={packed_replay}, micro_cost_model={micro_cost_model!r}: UniRL's "
-            "replays pad, and megapack no longer packs them; leave packed_replay out, and set "
-            "micro_cost_model=dense"
-        )
+    check_count("micro_token_budget", micro_token_budget)
     self.micro_plan = None
     self.micro_token_budget = micro_token_budget
     if micro_token_budget is not None:
@@ -157,15 +138,13 @@ def _plan_of_track(stack: Any, track: Any) -> MicroPlan | None:
     num_samples = int(track.batch_size)
     prompts = _prompt_lengths(track, num_samples)
     # Without the prompts' tokens no budget can be counted.
-    plan = plan_micro_batches(
+    return plan_micro_batches(
         None if prompts is None else _segment_lengths(track, num_samples),
         num_samples=num_samples,
         num_updates=stack.num_updates_per_batch,
-        micro_batch_size=stack.micro_batch_size,
         micro_token_budget=budget,
         prompt_lengths=prompts,
     )
-    return plan if plan.mean_response_tokens else None
 
 
 def _train_planned(
