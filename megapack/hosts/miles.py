@@ -11,7 +11,6 @@ from megapack.errors import ConfigError, PlanError
 from megapack.hosts import patching
 from megapack.hosts.shared import rollout_schedule
 from megapack.hosts.shared.loss_tokens import without_empty_samples
-from megapack.hosts.shared.native import Provider
 from megapack.hosts.shared.rank_rows import log_own
 
 logger = logging.getLogger(__name__)
@@ -22,12 +21,6 @@ _RUNS_PLANNED = "miles.ray.rollout.train_data_conversion.can_schedule_on_rollout
 _IMAGES = "multimodal_train_inputs"
 # What a processor leaves whose images' tokens miles puts in after it has split the samples.
 _GROWS = {"grid_thws", "mm_vision_num_patches", "mm_audio_num_tokens"}
-
-
-def get_miles_extra_args_provider(add_custom_arguments: Provider | None = None) -> Provider:
-    """miles' arguments, and one `--megapack-...` for each option."""
-    own = "miles.utils.arguments.get_miles_extra_args_provider"
-    return rollout_schedule.with_settings(own, add_custom_arguments)
 
 
 def build_dp_schedule(

@@ -84,10 +84,12 @@ def read_settings(args: Any) -> None:
     SETTINGS.take_arguments(args)
 
 
-def with_settings(own: str, add_custom_arguments: Provider | None) -> Provider:
-    """A host's function that makes its arguments, with one `--megapack-...` for each option."""
-    provider: Provider = patching.original(own)(SETTINGS.before(add_custom_arguments))
-    return provider
+def with_settings(add_custom_arguments: Provider | None) -> Provider:
+    """What adds a host's caller's arguments, and before them one `--megapack-...` for each option.
+
+    The patches give it to the hosts' functions that make their arguments.
+    """
+    return SETTINGS.before(add_custom_arguments)
 
 
 def log_static(host: str) -> None:
