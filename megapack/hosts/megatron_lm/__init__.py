@@ -19,12 +19,10 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import megapack
 from megapack.errors import ConfigError, ScheduleError
-from megapack.hosts.shared.options import HostOptions
 from megapack.hosts.shared.rank_rows import for_step
 from megapack.layout import Layout, config_rows
 from megapack.policy import Policy
@@ -36,20 +34,6 @@ if TYPE_CHECKING:
 from megapack.plan.plan import Plan
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MegatronOptions:
-    """Options of the packing scheduler."""
-
-    cost: CostModel | None = None
-    """Seconds of a micro-batch; None balances tokens."""
-    search: int = 2048
-    """See `Policy.search`."""
-
-
-_OPTIONS = HostOptions(MegatronOptions())
-configure = _OPTIONS.configure
 
 
 class PlannedStep:
@@ -285,7 +269,6 @@ def get_groups_and_subsamples(
     Raises:
         PlanError: too few samples for one per rank and micro-batch.
     """
-    options = _OPTIONS.current
     group = self.microbatch_group_size_per_vp_stage or 1
     # The scheduler does not know pp. With pp = G the legal counts are the multiples of G.
     vpp = 2 if group > 1 else 1
@@ -293,8 +276,7 @@ def get_groups_and_subsamples(
         [int(tokens) for _, tokens in sample_id_seqlens],
         layout=Layout(dp=self.dp_size, cp=self.cp_size, pp=group, vpp=vpp),
         max_tokens_per_gpu=int(self.max_seqlen_per_dp_cp_rank),
-        cost=options.cost,
-        policy=Policy(unreachable="error", search=options.search),
+        policy=Policy(unreachable="error"),
     )
     return [
         [

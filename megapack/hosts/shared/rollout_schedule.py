@@ -89,7 +89,9 @@ def with_settings(add_custom_arguments: Provider | None) -> Provider:
 
     The patches give it to the hosts' functions that make their arguments.
     """
-    return SETTINGS.before(add_custom_arguments)
+    if add_custom_arguments is None:
+        return SETTINGS.add_arguments
+    return lambda parser: add_custom_arguments(SETTINGS.add_arguments(parser))
 
 
 def log_static(host: str) -> None:

@@ -177,19 +177,14 @@ def _train_planned(
         loss += weight * result.loss
         if result.metrics and not filled:
             metrics.append(result.metrics)
-    has_backward = all(result.has_backward for result in results)
-    if any(result.has_backward for result in results) is not has_backward:
-        raise PlanError("some micro-batches had no backward, so gradients were not reduced")
-    if not has_backward:
-        logger.warning("no micro-batch had a backward; the optimizer step is skipped")
-    norm = (
-        stack.fsdp_backend.optimizer_step(max_grad_norm=stack.max_grad_norm) if has_backward else 0
-    )
+    if not all(result.has_backward for result in results):
+        raise PlanError("a micro-batch had no backward, so gradients were not reduced")
+    norm = stack.fsdp_backend.optimizer_step(max_grad_norm=stack.max_grad_norm)
     return TrainStepResult(
         loss=loss,
         grad_norm=float(norm),
         lr=stack._current_lr(),
-        has_backward=has_backward,
+        has_backward=True,
         micros=results,
         metrics=aggregate_numeric_metrics(metrics),
     )
