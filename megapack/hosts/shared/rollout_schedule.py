@@ -154,14 +154,6 @@ class Rollouts:
         """`rollout_of`; None, which is faster, if every sample is its own rollout."""
         return None if sum(self.per_step) == len(self.samples) else self.rollout_of
 
-    def whole_steps(self) -> Rollouts:
-        """The same without a last step of fewer rollouts."""
-        per_step = [count for count in self.per_step if count == self.per_step[0]]
-        kept = [k for k, rollout in enumerate(self.rollout_of) if rollout < sum(per_step)]
-        return Rollouts(
-            [self.samples[k] for k in kept], [self.rollout_of[k] for k in kept], per_step
-        )
-
 
 def layout_of(args: Any, config: Mapping[str, Any]) -> Layout:
     """The layout in the host's parallel config and Megatron's arguments.

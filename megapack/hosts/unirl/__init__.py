@@ -121,13 +121,49 @@ def train(
         TrainStepResult; with a budget it has the metrics `num_micro_batches` and
         `packing_efficiency`.
     """
-    plan = getattr(self, "micro_plan", None)
-    step = patching.original(f"{_STACK}.train") if plan is None else _train_planned
-    result = step(self, resp_track, micro_slices=micro_slices, training_progress=training_progress)
+    plan: MicroPlan | None = getattr(self, "micro_plan", None)
     if plan is None:
-        return result
+        own_train = patching.original(f"{_STACK}.train")
+        return own_train(
+            self, resp_track, micro_slices=micro_slices, training_progress=training_progress
+        )
+    from unirl.train.stack import TrainStepResult, aggregate_numeric_metrics
+
+    if resp_track.advantages is None:
+        raise PlanError("the track has no advantages; compute them before train_track")
+    update = plan.updates.index(micro_slices)
+    over_tokens = mean_over(self.algorithm) == "tokens"
+    weights = plan.token_shares(update) if over_tokens else plan.sample_shares(update)
     own = {"num_micro_batches": float(len(micro_slices)), "packing_efficiency": plan.efficiency}
-    return dataclasses.replace(result, metrics={**result.metrics, **own})
+    self.fsdp_backend.zero_grad()
+    results, metrics = [], []
+    loss = 0.0
+    for (start, end), weight in zip(micro_slices, weights, strict=True):
+        # UniRL may reduce gradients in the backward of the last micro-batch alone.
+        self.fsdp_backend.set_grad_sync(end == micro_slices[-1][1])
+        micro, filled = _micro_batch(resp_track, plan, start, end)
+        result = self.algorithm.compute_loss_and_backward(
+            conditions=micro.conditions,
+            segment=micro.segment,
+            advantages=micro.advantages,
+            training_progress=training_progress,
+            loss_scale=weight,
+        )
+        results.append(result)
+        loss += weight * result.loss
+        if result.metrics and not filled:
+            metrics.append(result.metrics)
+    if not all(result.has_backward for result in results):
+        raise PlanError("a micro-batch had no backward, so gradients were not reduced")
+    norm = self.fsdp_backend.optimizer_step(max_grad_norm=self.max_grad_norm)
+    return TrainStepResult(
+        loss=loss,
+        grad_norm=float(norm),
+        lr=self._current_lr(),
+        has_backward=True,
+        micros=results,
+        metrics={**aggregate_numeric_metrics(metrics), **own},
+    )
 
 
 def _plan_of_track(stack: Any, track: Any) -> MicroPlan | None:
@@ -144,49 +180,6 @@ def _plan_of_track(stack: Any, track: Any) -> MicroPlan | None:
         num_updates=stack.num_updates_per_batch,
         micro_token_budget=budget,
         prompt_lengths=prompts,
-    )
-
-
-def _train_planned(
-    stack: Any, track: Any, *, micro_slices: list[Range], training_progress: float
-) -> Any:
-    """One optimizer step on the plan's micro-batches; a TrainStepResult."""
-    from unirl.train.stack import TrainStepResult, aggregate_numeric_metrics
-
-    if track.advantages is None:
-        raise PlanError("the track has no advantages; compute them before train_track")
-    plan: MicroPlan = stack.micro_plan
-    update = plan.updates.index(micro_slices)
-    over_tokens = mean_over(stack.algorithm) == "tokens"
-    weights = plan.token_shares(update) if over_tokens else plan.sample_shares(update)
-    stack.fsdp_backend.zero_grad()
-    results, metrics = [], []
-    loss = 0.0
-    for (start, end), weight in zip(micro_slices, weights, strict=True):
-        # UniRL may reduce gradients in the backward of the last micro-batch alone.
-        stack.fsdp_backend.set_grad_sync(end == micro_slices[-1][1])
-        micro, filled = _micro_batch(track, plan, start, end)
-        result = stack.algorithm.compute_loss_and_backward(
-            conditions=micro.conditions,
-            segment=micro.segment,
-            advantages=micro.advantages,
-            training_progress=training_progress,
-            loss_scale=weight,
-        )
-        results.append(result)
-        loss += weight * result.loss
-        if result.metrics and not filled:
-            metrics.append(result.metrics)
-    if not all(result.has_backward for result in results):
-        raise PlanError("a micro-batch had no backward, so gradients were not reduced")
-    norm = stack.fsdp_backend.optimizer_step(max_grad_norm=stack.max_grad_norm)
-    return TrainStepResult(
-        loss=loss,
-        grad_norm=float(norm),
-        lr=stack._current_lr(),
-        has_backward=True,
-        micros=results,
-        metrics=aggregate_numeric_metrics(metrics),
     )
 
 
