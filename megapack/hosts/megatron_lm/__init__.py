@@ -231,19 +231,16 @@ def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
 
 def megatron_layout(chunk: Any) -> Layout:
     """The layout of Megatron's process groups and the model's config."""
-    from megatron.core import parallel_state as groups
+    from megatron.core import parallel_state
     from megatron.core.utils import get_model_config
 
+    from megapack.schedule.checks import group_sizes
+
     config = get_model_config(chunk)
-    vpp = groups.get_virtual_pipeline_model_parallel_world_size() or 1
+    vpp = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
     return Layout(
-        dp=groups.get_data_parallel_world_size(),
-        tp=groups.get_tensor_model_parallel_world_size(),
-        pp=groups.get_pipeline_model_parallel_world_size(),
+        **group_sizes(has_experts=bool(config.num_moe_experts)),
         vpp=vpp,
-        cp=groups.get_context_parallel_world_size(),
-        ep=groups.get_expert_model_parallel_world_size(),
-        etp=groups.get_expert_tensor_parallel_world_size() if config.num_moe_experts else 1,
         sequence_parallel=bool(config.sequence_parallel),
         microbatch_group_size=config.microbatch_group_size_per_vp_stage if vpp > 1 else None,
         fp8=config_rows(config),
