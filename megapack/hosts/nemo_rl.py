@@ -118,7 +118,8 @@ def shard_by_batch_size(
         shares = options.share_prefixes
         token_ids = _token_ids(data, sequence_packing_args) if shares else None
         if layout is not None or token_ids is not None:
-            _check_layout(layout, shards)
+            if layout is not None:
+                _check_layout(layout, shards)
             patches = _patches(data)
             plan_with = functools.partial(_StepPacker, shards, options, token_ids, patches)
     before = _PLANNED.set(plan_with)
@@ -146,9 +147,7 @@ def _patches(data: Any) -> Patches | None:
     )
 
 
-def _check_layout(layout: Layout | None, shards: int) -> None:
-    if layout is None:
-        return
+def _check_layout(layout: Layout, shards: int) -> None:
     if layout.dp != shards:
         raise ConfigError(f"the configured layout has dp={layout.dp}, the batch {shards} shards")
     if layout.pp > 1 and not any(s.host == "nemo_rl_rows" for s in patching.status()):
