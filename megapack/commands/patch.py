@@ -48,7 +48,7 @@ def _check(host: str) -> int:
 
 
 def _show(host: str) -> int:
-    first, *brought = patch_set([host], read_patches)
+    first, *brought = patch_set([host], any_version=True)
     lines = _names(first, "on")
     for file in brought:
         without = f"{first.host},-{file.host}"

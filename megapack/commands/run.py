@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="HOST",
-        help="a framework (see `megapack patch list`) or a patch file, *.yaml; may be repeated; "
-        "--patch=-NAME leaves out what a framework brings. "
+        help="frameworks (see `megapack patch list`) or patch files, *.yaml, with commas; "
+        "slime,-megatron_core leaves out what slime brings. "
         "Child processes inherit frameworks, by MEGAPACK_PATCH, but no files",
     )
     parser.add_argument(
@@ -66,8 +66,9 @@ def run(args: argparse.Namespace) -> int:
 
         cpu.enable()
         os.environ[CPU_VARIABLE] = "1"
-    apply(*args.patch)
-    _patch_children(args.patch)
+    hosts = [name for given in args.patch for name in given.split(",")]
+    apply(*hosts)
+    _patch_children(hosts)
     sys.argv[:] = command
     # Python itself puts this folder first, except under -P and -I (`safe_path`).
     if args.module:

@@ -11,15 +11,11 @@ forward step runs as it is.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megapack.errors import ConfigError
 from megapack.hosts import megatron_lm, patching
-
-logger = logging.getLogger(__name__)
-
 
 # Where `split_deepstack_embs` stands in Bridge.
 _VISION = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils"
@@ -104,11 +100,3 @@ def _token_count(item: Mapping[str, Any]) -> int:
     if count is None:
         return int(item["tokens"].shape[-1])
     return int(count[0]) if isinstance(count, Sequence) else int(count)
-
-
-def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """Megatron-Core's schedule function, which runs a `PlannedStep` as a planned step.
-
-    Under the patch `megatron_core` it is that patch's function.
-    """
-    return megatron_lm.get_forward_backward_func(*args, **kwargs)

@@ -11,7 +11,6 @@ from megapack.errors import ConfigError, PlanError
 from megapack.hosts import patching
 from megapack.hosts.shared import rollout_schedule
 from megapack.hosts.shared.loss_tokens import without_empty_samples
-from megapack.hosts.shared.native import Provider
 from megapack.hosts.shared.rank_rows import log_own
 
 logger = logging.getLogger(__name__)
@@ -22,12 +21,6 @@ _RUNS_PLANNED = "miles.ray.rollout.train_data_conversion.can_schedule_on_rollout
 _IMAGES = "multimodal_train_inputs"
 # What a processor leaves whose images' tokens miles puts in after it has split the samples.
 _GROWS = {"grid_thws", "mm_vision_num_patches", "mm_audio_num_tokens"}
-
-
-def get_miles_extra_args_provider(add_custom_arguments: Provider | None = None) -> Provider:
-    """miles' arguments, and one `--megapack-...` for each option."""
-    own = "miles.utils.arguments.get_miles_extra_args_provider"
-    return rollout_schedule.with_settings(own, add_custom_arguments)
 
 
 def build_dp_schedule(
@@ -69,10 +62,10 @@ def build_dp_schedule(
         # A batch is one step, and its size counts samples.
         rollout_indices = range(len(total_lengths))
     rollouts = rollout_schedule.Rollouts.read(rollout_indices, global_batch_size, partial=partial)
+    whole = rollout_schedule.Rollouts.read(rollout_indices, global_batch_size)
     try:
         return plan(rollouts)
     except PlanError:
-        whole = rollouts.whole_steps()
         if whole.per_step == rollouts.per_step:
             raise
         schedule = plan(whole)
@@ -90,11 +83,16 @@ def can_schedule_on_rollout_side(
     """Whether a rollout's steps are planned; without the patch they are not if there are images, or
     several adapters.
 
-    Kimi's and Inkling's samples are not, as without the patch: their lengths change afterwards.
+    Kimi's and Inkling's samples are not, as without the patch: their lengths change afterwards. Nor
+    are static batches: only miles' other way sorts them by adapter, and fills them up.
 
     Raises:
         ConfigError: prefixes shared among samples with adapters, whose tokens miles counts.
     """
+    own = patching.original(_RUNS_PLANNED)
+    if not args.use_dynamic_batch_size:
+        rollout_schedule.log_static("miles")
+        return bool(own(args, data, train_parallel_config))
     if any(_GROWS & set(images or ()) for images in data.get(_IMAGES, ())):
         log_own("miles", "samples with images of Kimi or Inkling grow after they are split")
         return False
@@ -108,7 +106,6 @@ def can_schedule_on_rollout_side(
         # All samples train in one step, whatever their number of rollouts.
         args, rest = copy.copy(args), {**rest, "dynamic_global_batch_size": 1}
         args.multi_lora = False
-    own = patching.original(_RUNS_PLANNED)
     if own(args, rest, train_parallel_config):
         return True
     size: Any = data.get("dynamic_global_batch_size") or getattr(args, "global_batch_size", 0)

@@ -57,18 +57,18 @@ def read_settings(config: Any) -> None:
         ConfigError: an unknown key, a value that is refused, or what virtual stages do not run.
     """
     _SETTINGS.take(config.get("megapack"), "policy.megapack")
-    if not (config.get("sequence_packing") or {}).get("enabled"):
-        log_own("NeMo-RL", "set policy.sequence_packing.enabled=true")
-    _refuse_with_virtual_stages(config)
-
-
-def _refuse_with_virtual_stages(config: Any) -> None:
-    overrides = (config.get("megatron_cfg") or {}).get("model_overrides") or {}
+    megatron = config.get("megatron_cfg") or {}
+    overrides = megatron.get("model_overrides") or {}
     vpp = overrides.get("virtual_pipeline_model_parallel_size") or 1
     # Both look at one chunk.
     for key in ("draft", "router_replay"):
         if vpp > 1 and (config.get(key) or {}).get("enabled"):
             raise ConfigError(f"policy.{key} does not run with vpp={vpp}; turn one of them off")
+    if (config.get("sequence_packing") or {}).get("enabled"):
+        pp = megatron.get("pipeline_model_parallel_size") or 1
+        _OPTIONS.current.refuse_other_stages(pp, vpp, "policy.megapack")
+    else:
+        log_own("NeMo-RL", "set policy.sequence_packing.enabled=true")
 
 
 def get_packer(*args: Any, **named: Any) -> Any:
@@ -118,7 +118,8 @@ def shard_by_batch_size(
         shares = options.share_prefixes
         token_ids = _token_ids(data, sequence_packing_args) if shares else None
         if layout is not None or token_ids is not None:
-            _check_layout(layout, shards)
+            if layout is not None:
+                _check_layout(layout, shards)
             patches = _patches(data)
             plan_with = functools.partial(_StepPacker, shards, options, token_ids, patches)
     before = _PLANNED.set(plan_with)
@@ -146,9 +147,7 @@ def _patches(data: Any) -> Patches | None:
     )
 
 
-def _check_layout(layout: Layout | None, shards: int) -> None:
-    if layout is None:
-        return
+def _check_layout(layout: Layout, shards: int) -> None:
     if layout.dp != shards:
         raise ConfigError(f"the configured layout has dp={layout.dp}, the batch {shards} shards")
     if layout.pp > 1 and not any(s.host == "nemo_rl_rows" for s in patching.status()):

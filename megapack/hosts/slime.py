@@ -8,15 +8,8 @@ from typing import Any
 from megapack.errors import DataError
 from megapack.hosts.shared import rollout_schedule
 from megapack.hosts.shared.loss_tokens import without_empty_samples
-from megapack.hosts.shared.native import Provider
 
 configure = rollout_schedule.OPTIONS.configure
-
-
-def get_slime_extra_args_provider(add_custom_arguments: Provider | None = None) -> Provider:
-    """slime's arguments, and one `--megapack-...` for each option."""
-    own = "slime.utils.arguments.get_slime_extra_args_provider"
-    return rollout_schedule.with_settings(own, add_custom_arguments)
 
 
 def build_dp_schedule(

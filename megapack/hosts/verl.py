@@ -209,7 +209,15 @@ def check_dynamic_cp(
     engine_config: Any, model_config: Any, tf_config: Any = None, batch: Any = None
 ) -> None:
     """verl's own refusals, but for virtual stages, whose counts `wide_rows` plans, and for what a
-    batch says of distillation, which `compute_topk_loss` brings."""
+    batch says of distillation, which `compute_topk_loss` brings.
+
+    Raises:
+        ConfigError: virtual stages that the configured layout does not have.
+    """
+    if engine_config.dynamic_context_parallel:
+        pp = engine_config.pipeline_model_parallel_size
+        vpp = engine_config.virtual_pipeline_model_parallel_size or 1
+        _OPTIONS.current.refuse_other_stages(pp, vpp, "actor_rollout_ref.megapack")
     own = patching.original(f"{_ENGINE}._check_dcp_unsupported_features")
     settings = {**vars(engine_config), "virtual_pipeline_model_parallel_size": None}
     own(SimpleNamespace(**settings), model_config, tf_config)

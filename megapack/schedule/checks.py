@@ -46,11 +46,11 @@ def warn_of_newer_version() -> None:
         logger.warning("%s", text)
 
 
-def check_layout(layout: Layout, num_chunks: int, *, has_experts: bool) -> None:
-    """Raise ConfigError unless Megatron's groups were made with this layout.
+def group_sizes(*, has_experts: bool) -> dict[str, int]:
+    """Sizes of Megatron's process groups, by the names that a layout has for them.
 
     Args:
-        has_experts: compare expert tensor parallelism too; a dense model has the groups, unused.
+        has_experts: with expert tensor parallelism; a dense model has the groups, unused.
     """
     sizes = {
         "dp": parallel_state.get_data_parallel_world_size(),
@@ -61,6 +61,16 @@ def check_layout(layout: Layout, num_chunks: int, *, has_experts: bool) -> None:
     }
     if has_experts:
         sizes["etp"] = parallel_state.get_expert_tensor_parallel_world_size()
+    return sizes
+
+
+def check_layout(layout: Layout, num_chunks: int, *, has_experts: bool) -> None:
+    """Raise ConfigError unless Megatron's groups were made with this layout.
+
+    Args:
+        has_experts: compare expert tensor parallelism too; a dense model has the groups, unused.
+    """
+    sizes = group_sizes(has_experts=has_experts)
     for name, size in sizes.items():
         if getattr(layout, name) != size:
             raise ConfigError(

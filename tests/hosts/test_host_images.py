@@ -112,8 +112,8 @@ def test_miles_plans_steps_with_images_whose_tokens_are_there(
     data: dict[str, Any] = {"tokens": [[1, 2], [3]]}
     if images is not None:
         data["multimodal_train_inputs"] = images
-    assert miles.can_schedule_on_rollout_side(None, data, {"dp_size": 2}) is is_planned
-    assert not miles.can_schedule_on_rollout_side(None, data, {"dp_size": 1})
+    assert miles.can_schedule_on_rollout_side(make_args(), data, {"dp_size": 2}) is is_planned
+    assert not miles.can_schedule_on_rollout_side(make_args(), data, {"dp_size": 1})
     assert ("multimodal_train_inputs" in data) is (images is not None)
 
 

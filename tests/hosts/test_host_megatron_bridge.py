@@ -9,7 +9,7 @@ import torch
 from megatron.core import parallel_state
 
 from megapack.errors import ConfigError, ScheduleError
-from megapack.hosts import megatron_bridge
+from megapack.hosts import megatron_bridge, megatron_lm
 from megapack.hosts.megatron_lm.data import read_item
 
 pytestmark = pytest.mark.hosts
@@ -70,7 +70,7 @@ def test_what_a_planned_step_cannot_do_is_refused(
     monkeypatch.setattr(
         "megatron.core.pipeline_parallel.get_forward_backward_func", lambda: lambda **step: None
     )
-    schedule = megatron_bridge.get_forward_backward_func()
+    schedule = megatron_lm.get_forward_backward_func()
     step = megatron_bridge.PlannedStep(max_tokens_per_gpu=8)
     with pytest.raises(ConfigError, match=message):
         schedule(

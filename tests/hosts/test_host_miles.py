@@ -80,11 +80,27 @@ def test_whether_several_adapters_are_planned(monkeypatch: pytest.MonkeyPatch) -
     assert miles.can_schedule_on_rollout_side(args, data, {})
     assert asked == [(False, 1)]
     assert args.multi_lora
-    monkeypatch.setattr(
-        miles.OPTIONS, "current", dataclasses.replace(miles.OPTIONS.current, share_prefixes=True)
-    )
+    options = miles.rollout_schedule.OPTIONS
+    shares = dataclasses.replace(options.current, share_prefixes=True)
+    monkeypatch.setattr(options, "current", shares)
     with pytest.raises(ValueError, match="with multi-LoRA: its layers"):
         miles.can_schedule_on_rollout_side(args, data, {})
+
+
+@pytest.mark.parametrize("key", ["adapter_slots", "multimodal_train_inputs"])
+def test_static_batches_are_as_without_the_patch(originals: dict[str, Any], key: str) -> None:
+    """miles sorts static batches by adapter only where it does not plan them ahead."""
+    data = {key: [None, None], "rollout_ids": [0, 1]}
+    asked = []
+
+    def own(*given: Any) -> bool:
+        asked.append(given)
+        return False
+
+    originals["miles.ray.rollout.train_data_conversion.can_schedule_on_rollout_side"] = own
+    args = make_args(multi_lora=True, use_dynamic_batch_size=False)
+    assert not miles.can_schedule_on_rollout_side(args, data, {})
+    assert asked == [(args, data, {})]
 
 
 @settings(max_examples=30)

@@ -211,6 +211,35 @@ def test_what_looks_at_one_chunk_is_refused_with_virtual_stages(key: str) -> Non
     nemo_rl.read_settings({"megatron_cfg": {}, key: None})
 
 
+@pytest.mark.parametrize(
+    ("layout", "vpp", "says"),
+    [
+        (None, 2, "has pp=4 and vpp=2, policy.megapack.layout pp=1 and vpp=1; set"),
+        ({"pp": 4}, 2, "policy.megapack.layout pp=4 and vpp=1"),
+        ({"pp": 2, "vpp": 2}, 2, "policy.megapack.layout pp=2 and vpp=2"),
+        ({"pp": 4, "vpp": 2}, 1, "has pp=4 and vpp=1, policy.megapack.layout pp=4 and vpp=2"),
+        ({"pp": 4, "vpp": 2}, 2, None),
+        ({"pp": 4}, None, None),
+        (None, 1, None),
+    ],
+)
+def test_virtual_stages_that_the_layout_does_not_have_are_refused(
+    layout: dict[str, int] | None, vpp: int | None, says: str | None
+) -> None:
+    """The driver says so at its start, and not a worker's schedule at some later step."""
+    overrides = {"virtual_pipeline_model_parallel_size": vpp}
+    config = {
+        "megapack": {"layout": layout},
+        "megatron_cfg": {"pipeline_model_parallel_size": 4, "model_overrides": overrides},
+        "sequence_packing": {"enabled": True},
+    }
+    if says is None:
+        nemo_rl.read_settings(config)
+        return
+    with pytest.raises(ConfigError, match=says):
+        nemo_rl.read_settings(config)
+
+
 class Chunk(torch.nn.Linear):
     """What `OneModel` reads of a chunk in Megatron's DDP."""
 

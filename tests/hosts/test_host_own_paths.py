@@ -38,7 +38,8 @@ def unirl_stack() -> None:
 
 
 def grown(data: dict[str, Any]) -> None:
-    assert not miles.can_schedule_on_rollout_side(STATIC, data, {"dp_size": 2})
+    args = SimpleNamespace(use_dynamic_batch_size=True, global_batch_size=4)
+    assert not miles.can_schedule_on_rollout_side(args, data, {"dp_size": 2})
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,10 @@ def grown(data: dict[str, Any]) -> None:
         ),
         (
             lambda: miles.build_dp_schedule(STATIC, {}, [5], **ROLLOUTS),
+            "miles: micro-batches are miles's own, not planned: set --use-dynamic-batch-size and",
+        ),
+        (
+            lambda: miles.can_schedule_on_rollout_side(STATIC, {"adapter_slots": [1, 0]}, {}),
             "miles: micro-batches are miles's own, not planned: set --use-dynamic-batch-size and",
         ),
         (
@@ -75,6 +80,10 @@ def grown(data: dict[str, Any]) -> None:
         (
             lambda: ms_swift.calculate_matched_group([], 8, strategy="sequential"),
             "packing_strategy=sequential; set binpack",
+        ),
+        (
+            lambda: unirl.plan_micro_batches(None, num_samples=2, micro_token_budget=9),
+            "UniRL: micro-batches are UniRL's own, not planned: a rank's track has no lengths",
         ),
         (unirl_stack, "set micro_token_budget in the recipe's stack"),
     ],

@@ -20,7 +20,9 @@ pytestmark = pytest.mark.hosts
 
 
 def planned(response: list[int], **fields: Any) -> MicroPlan:
-    return plan_micro_batches(response, num_samples=len(response), **fields)
+    plan = plan_micro_batches(response, num_samples=len(response), **fields)
+    assert plan is not None
+    return plan
 
 
 def micros(plan: MicroPlan) -> list[list[list[int]]]:
@@ -28,13 +30,9 @@ def micros(plan: MicroPlan) -> list[list[list[int]]]:
     return [[plan.order[start:end] for start, end in update] for update in plan.updates]
 
 
-def test_budgets_of_sums_and_of_rectangles() -> None:
-    """Samples of 50 and 10 tokens: a sum of 120 has all four, a mixed rectangle wastes 40."""
-    lengths = [50, 10, 50, 10]
-    assert micros(planned(lengths, micro_token_budget=120, micro_cost_model="sum")) == [
-        [[0, 1, 2, 3]]
-    ]
-    plan = planned(lengths, micro_token_budget=120)
+def test_budgets_are_of_rectangles() -> None:
+    """Samples of 50 and 10 tokens: a mixed rectangle wastes 40."""
+    plan = planned([50, 10, 50, 10], micro_token_budget=120)
     assert micros(plan) == [[[0, 2], [1, 3]]]
     assert plan.computed_tokens == 2 * 50 + 2 * 10
     assert plan.efficiency == 1
@@ -45,27 +43,24 @@ def test_budgets_of_sums_and_of_rectangles() -> None:
     response=st.lists(st.integers(0, 60), min_size=1, max_size=12),
     copies=st.integers(1, 3),
     budget=st.integers(10, 150),
-    model=st.sampled_from(["sum", "dense"]),
     data=st.data(),
 )
 def test_micro_batches_of_any_track(
-    response: list[int], copies: int, budget: int, model: Any, data: st.DataObject
+    response: list[int], copies: int, budget: int, data: st.DataObject
 ) -> None:
     response = response * copies
     n = len(response)
     prompt = data.draw(st.none() | st.lists(st.integers(0, 40), min_size=n, max_size=n))
-    fields = {"num_updates": copies, "prompt_lengths": prompt, "micro_cost_model": model}
+    fields = {"num_updates": copies, "prompt_lengths": prompt}
     plan = planned(response, micro_token_budget=budget, **fields)
     assert plan == planned(response, micro_token_budget=budget, **fields)
-    legacy = planned(response, num_updates=copies)
-    for packed, counted in zip(micros(plan), micros(legacy), strict=True):
-        assert sorted(chain(*packed)) == sorted(chain(*counted))
+    size = n // copies
+    own = [sorted(chain(*update)) for update in micros(plan)]
+    assert own == [[*range(start, start + size)] for start in range(0, n, size)]
     prompts = prompt or [0] * n
     for members in chain(*micros(plan)):
-        real = [prompts[i] + max(1, response[i]) for i in members]
         longest = max(prompts[i] for i in members) + max(max(1, response[i]) for i in members)
-        cost = sum(real) if model == "sum" else longest * len(members)
-        assert cost <= budget or len(members) == 1
+        assert longest * len(members) <= budget or len(members) == 1
     assert sum(plan.sample_shares(0)) == pytest.approx(1)
     assert plan.tokens == sum(prompts) + sum(response)
     assert 0 <= plan.efficiency <= 1
@@ -81,9 +76,7 @@ def test_ranks_agree_or_raise_together() -> None:
     # 120 tokens per update on rank 0; 360 and 40 on rank 1. Each rank's mean is 240 and 80.
     shares = [[sum(update) for update in rank["unequal"][2]] for rank in ranks]
     assert shares == [[120 / 240, 120 / 80], [360 / 240, 40 / 80]]
-    assert [rank["no lengths on rank 1"] for rank in ranks] == [
-        [list(range(8)), [[[0, 2], [2, 4]], [[4, 6], [6, 8]]]]
-    ] * 2
+    assert [rank["no lengths on rank 1"] for rank in ranks] == [None] * 2
     for rank in ranks:
         assert "1 of 2 ranks failed: rank 1: PlanError: 7 samples" in rank["rank 1 cannot divide"]
         assert "rank 1: ValueError" in rank["rank 1 has garbage"]
@@ -96,15 +89,13 @@ def test_ranks_agree_or_raise_together() -> None:
     "change",
     [
         {"num_updates": 0},
-        {"micro_batch_size": 0},
         {"micro_token_budget": 0},
-        {"micro_token_budget": 9, "micro_cost_model": "padded"},
         {"num_updates": 3},
     ],
 )
 def test_settings_are_checked(change: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"set (one of|an integer|a divisor)"):
-        planned([5, 5], **change)
+    with pytest.raises(ValueError, match=r"set (an integer|a divisor)"):
+        planned([5, 5], **{"micro_token_budget": 9, **change})
 
 
 @dataclass
@@ -165,31 +156,17 @@ class DRPO(SimpleNamespace):
     """An algorithm with the name of UniRL's."""
 
 
-def made_stack(
-    monkeypatch: pytest.MonkeyPatch, algorithm: Any, **options: Any
-) -> tuple[SimpleNamespace, dict[str, Any]]:
-    """A stack by the patch's constructor, and what UniRL's own was called with."""
-    called: dict[str, Any] = {}
-    monkeypatch.setattr(patching, "original", lambda name: lambda self, **kw: called.update(kw))
-    stack = SimpleNamespace()
+def made_stack(monkeypatch: pytest.MonkeyPatch, algorithm: Any, **options: Any) -> None:
+    """A stack by the patch's constructor."""
+    monkeypatch.setattr(patching, "original", lambda name: lambda self, **kw: None)
     unirl.init_stack(
-        stack,
+        SimpleNamespace(),
         fsdp_backend=None,
         algorithm=algorithm,
         micro_batch_size=2,
         max_grad_norm=1.0,
         **options,
     )
-    return stack, called
-
-
-def test_settings_that_ask_for_nothing_new_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of recipes that were written for packed replays, where nothing is packed."""
-    algorithm = SimpleNamespace(loss_agg_mode="token-mean")
-    for options in ({"micro_token_budget": 64}, {"micro_cost_model": "sum"}):
-        stack, called = made_stack(monkeypatch, algorithm, packed_replay=False, **options)
-        assert stack.micro_token_budget == options.get("micro_token_budget")
-        assert "packed_replay" not in called
 
 
 @pytest.mark.parametrize(
@@ -197,16 +174,6 @@ def test_settings_that_ask_for_nothing_new_are_accepted(monkeypatch: pytest.Monk
     [
         (SimpleNamespace(loss_agg_mode=None), {}, "no mean over sequences or tokens"),
         (DRPO(loss_agg_mode="seq-mean-token-mean"), {}, "DRPO does not know it"),
-        (
-            SimpleNamespace(loss_agg_mode="token-mean"),
-            {"micro_cost_model": "sum"},
-            "'sum': UniRL's replays pad.* set micro_cost_model=dense",
-        ),
-        (
-            SimpleNamespace(loss_agg_mode="token-mean"),
-            {"packed_replay": True},
-            "packed_replay=True.* leave packed_replay out",
-        ),
         (SimpleNamespace(loss_agg_mode="token-mean"), {"micro_token_budget": 0}, "token_budget"),
     ],
 )

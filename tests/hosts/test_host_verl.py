@@ -239,9 +239,18 @@ def test_dynamic_cp_refuses_what_verl_does_but_for_what_it_brings(
     seen = []
     name = "verl.workers.engine.megatron.transformer_impl._check_dcp_unsupported_features"
     originals[name] = lambda *arguments: seen.append(arguments)
-    engine = SimpleNamespace(virtual_pipeline_model_parallel_size=2, pad_to_length=True)
+    engine = SimpleNamespace(
+        dynamic_context_parallel=True,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+    )
+    with pytest.raises(
+        ConfigError, match=r"pp=2 and vpp=2, actor_rollout_ref.megapack.layout pp=1"
+    ):
+        verl.check_dynamic_cp(engine, "model")
+    verl.configure(layout=Layout(dp=2, pp=2, vpp=2))
     verl.check_dynamic_cp(engine, "model", "transformer", batch="distillation")
     ((given, *others),) = seen
-    assert vars(given) == {"virtual_pipeline_model_parallel_size": None, "pad_to_length": True}
+    assert vars(given) == {**vars(engine), "virtual_pipeline_model_parallel_size": None}
     assert others == ["model", "transformer"]
     assert engine.virtual_pipeline_model_parallel_size == 2

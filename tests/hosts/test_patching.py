@@ -16,8 +16,8 @@ from megapack.hosts import patching
 from megapack.hosts.patching.files import (
     PatchFile,
     Replacement,
-    load_patches,
     patch_set,
+    read_patches,
     shipped_hosts,
 )
 from megapack.hosts.patching.target import is_like, parse_signature, signature_of
@@ -378,7 +378,9 @@ def test_a_patch_file_is_for_versions_from_one_on(
 def test_an_older_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.3.1")
     with pytest.raises(ConfigError, match=r"megatron_bridge 0.3.1 is installed .* 0.4 and newer"):
-        load_patches("megatron_bridge")
+        patch_set(["megatron_bridge"])
+    left = patch_set(["slime", "megatron_bridge", "-megatron_bridge"])
+    assert [file.host for file in left] == ["slime", "megatron_core"]
 
 
 def test_an_older_version_is_a_finding_beside_the_others(
@@ -437,6 +439,9 @@ def test_a_host_brings_the_step_and_can_leave_it_out() -> None:
     ]
     assert hosts_of("slime", "-megatron_core") == ["slime"]
     assert hosts_of("megatron_lm") == ["megatron_lm"]
+    # What is brought brings what it needs.
+    assert hosts_of("verl_dynamic_cp") == ["verl_dynamic_cp", "verl", "megatron_core"]
+    assert hosts_of("verl_dynamic_cp", "-megatron_core") == ["verl_dynamic_cp", "verl"]
     brought = r"-miles: nothing to leave out; the other names bring slime, megatron_core"
     with pytest.raises(ConfigError, match=brought):
         patch_set(["slime", "-miles"])
@@ -457,7 +462,7 @@ def test_a_file_brings_shipped_hosts_only(host: Host) -> None:
     own = host.patch(TRAINER)
     Path(own).write_text(Path(own).read_text().replace("seen: now", "seen: now\nbrings: [mine]"))
     with pytest.raises(ConfigError, match="no patches for 'mine'"):
-        load_patches(own)
+        patch_set([own])
 
 
 def any_default(a: int, b: object = object()) -> None:
@@ -490,10 +495,10 @@ def test_text_that_is_not_a_signature_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("host_name", "index"),
-    [(name, i) for name in shipped_hosts() for i in range(len(load_patches(name).patches))],
+    [(name, i) for name in shipped_hosts() for i in range(len(read_patches(name).patches))],
 )
 def test_a_replacement_accepts_the_hosts_arguments(host_name: str, index: int) -> None:
-    entry = load_patches(host_name).patches[index]
+    entry = read_patches(host_name).patches[index]
     module, _, name = entry.replacement.partition(":")
     replacement = getattr(importlib.import_module(module), name)
     assert replacement.__module__ == module
@@ -516,7 +521,7 @@ def test_the_page_of_a_host_lists_its_patches(host_name: str) -> None:
     pages = Path(__file__).resolve().parents[2] / "docs" / "hosts"
     lines = (pages / f"{host_name}.md").read_text().splitlines()
     (row,) = [line for line in lines if line.startswith("| Replaced |")]
-    entries = [entry for entry in load_patches(host_name).patches if entry.signatures]
+    entries = [entry for entry in read_patches(host_name).patches if entry.signatures]
     for entry in entries:
         assert re.search(rf"\b{entry.name.rpartition('.')[2]}`", row)
     known = {part for entry in entries for part in entry.dotted.split(".")}

@@ -93,13 +93,29 @@ def test_a_script_runs_on_the_cpu(folder: Path) -> None:
 
 def test_a_module_runs_as_under_python(folder: Path) -> None:
     done = python(
-        folder, "-m", "megapack", "run", "--patch=megatron_lm", "-m", "scripts.bare", "--x", "-m"
+        folder,
+        "-m",
+        "megapack",
+        "run",
+        "--patch=megatron_lm",
+        "-m",
+        "scripts.bare",
+        "--x",
+        "-m",
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.endswith("No module named scripts.bare\n")
     (folder / "scripts" / "bare.py").write_text(f"import sys\n{LOOK}print(sys.argv[1:], __name__)")
     done = python(
-        folder, "-m", "megapack", "run", "--patch=megatron_lm", "-m", "scripts.bare", "--x", "-m"
+        folder,
+        "-m",
+        "megapack",
+        "run",
+        "--patch=slime,megatron_lm",
+        "-m",
+        "scripts.bare",
+        "--x",
+        "-m",
     )
     assert done.stdout.splitlines() == [OURS, "['--x', '-m'] __main__"]
 

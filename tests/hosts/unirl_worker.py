@@ -22,15 +22,10 @@ CASES: dict[str, list[tuple[list[int] | None, int, int]]] = {
 }
 
 
-def outcome(lengths: list[int] | None, num_samples: int, budget: int) -> str | MicroPlan:
+def outcome(lengths: list[int] | None, num_samples: int, budget: int) -> str | MicroPlan | None:
     try:
         return plan_micro_batches(
-            lengths,
-            num_samples=num_samples,
-            num_updates=2,
-            micro_batch_size=2,
-            micro_token_budget=budget,
-            micro_cost_model="sum",
+            lengths, num_samples=num_samples, num_updates=2, micro_token_budget=budget
         )
     except MegapackError as error:
         return f"{type(error).__name__}: {error}"
@@ -39,12 +34,13 @@ def outcome(lengths: list[int] | None, num_samples: int, budget: int) -> str | M
 def main() -> None:
     logging.basicConfig(level=logging.ERROR)
     dist.init_process_group("gloo")
-    outcomes = {}
+    outcomes: dict[str, object] = {}
     for name, ranks in CASES.items():
         result = outcome(*ranks[dist.get_rank()])
-        outcomes[name] = result if isinstance(result, str) else [result.order, result.updates]
-        if isinstance(result, MicroPlan) and result.tokens:
-            outcomes[name].append([result.token_shares(update) for update in range(2)])
+        outcomes[name] = result
+        if isinstance(result, MicroPlan):
+            shares = [result.token_shares(update) for update in range(2)]
+            outcomes[name] = [result.order, result.updates, shares]
     of_ranks: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, outcomes)
     if dist.get_rank() == 0:

@@ -19,12 +19,10 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import megapack
 from megapack.errors import ConfigError, ScheduleError
-from megapack.hosts.shared.options import HostOptions
 from megapack.hosts.shared.rank_rows import for_step
 from megapack.layout import Layout, config_rows
 from megapack.policy import Policy
@@ -36,20 +34,6 @@ if TYPE_CHECKING:
 from megapack.plan.plan import Plan
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MegatronOptions:
-    """Options of the packing scheduler."""
-
-    cost: CostModel | None = None
-    """Seconds of a micro-batch; None balances tokens."""
-    search: int = 2048
-    """See `Policy.search`."""
-
-
-_OPTIONS = HostOptions(MegatronOptions())
-configure = _OPTIONS.configure
 
 
 class PlannedStep:
@@ -247,19 +231,16 @@ def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
 
 def megatron_layout(chunk: Any) -> Layout:
     """The layout of Megatron's process groups and the model's config."""
-    from megatron.core import parallel_state as groups
+    from megatron.core import parallel_state
     from megatron.core.utils import get_model_config
 
+    from megapack.schedule.checks import group_sizes
+
     config = get_model_config(chunk)
-    vpp = groups.get_virtual_pipeline_model_parallel_world_size() or 1
+    vpp = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
     return Layout(
-        dp=groups.get_data_parallel_world_size(),
-        tp=groups.get_tensor_model_parallel_world_size(),
-        pp=groups.get_pipeline_model_parallel_world_size(),
+        **group_sizes(has_experts=bool(config.num_moe_experts)),
         vpp=vpp,
-        cp=groups.get_context_parallel_world_size(),
-        ep=groups.get_expert_model_parallel_world_size(),
-        etp=groups.get_expert_tensor_parallel_world_size() if config.num_moe_experts else 1,
         sequence_parallel=bool(config.sequence_parallel),
         microbatch_group_size=config.microbatch_group_size_per_vp_stage if vpp > 1 else None,
         fp8=config_rows(config),
@@ -285,7 +266,6 @@ def get_groups_and_subsamples(
     Raises:
         PlanError: too few samples for one per rank and micro-batch.
     """
-    options = _OPTIONS.current
     group = self.microbatch_group_size_per_vp_stage or 1
     # The scheduler does not know pp. With pp = G the legal counts are the multiples of G.
     vpp = 2 if group > 1 else 1
@@ -293,8 +273,7 @@ def get_groups_and_subsamples(
         [int(tokens) for _, tokens in sample_id_seqlens],
         layout=Layout(dp=self.dp_size, cp=self.cp_size, pp=group, vpp=vpp),
         max_tokens_per_gpu=int(self.max_seqlen_per_dp_cp_rank),
-        cost=options.cost,
-        policy=Policy(unreachable="error", search=options.search),
+        policy=Policy(unreachable="error"),
     )
     return [
         [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -162,47 +162,38 @@ def read_patches(host: str) -> PatchFile:
     return _load(_folder() / f"{host}.yaml")
 
 
-def load_patches(host: str) -> PatchFile:
-    """The patch file of a host, to be applied.
-
-    Raises:
-        ConfigError: as `read_patches`, or the file is for newer versions than the installed one.
-    """
-    file = read_patches(host)
-    if file.problem:
-        raise ConfigError(file.problem)
-    return file
-
-
-def patch_set(
-    names: Iterable[str], read: Callable[[str], PatchFile] = load_patches
-) -> tuple[PatchFile, ...]:
+def patch_set(names: Iterable[str], *, any_version: bool = False) -> tuple[PatchFile, ...]:
     """The patch files of hosts and of what these bring, each once, in this order.
 
     Args:
         names: hosts, or paths that end in `.yaml`. A name after a minus is left out:
             `["slime", "-megatron_core"]` is slime's planner without the step.
-        read: `read_patches` takes files for other versions, too.
+        any_version: files for newer versions than the installed one, too.
 
     Raises:
-        ConfigError: as `read`, a minus before what no other name brings, or names that leave
-            everything out.
+        ConfigError: as `read_patches`; a file for newer versions than the installed one, a minus
+            before what no other name brings, or names that leave everything out.
     """
     names = list(names)
     left_out = {name[1:] for name in names if name.startswith("-")}
     files: dict[str, PatchFile] = {}
-    for name in names:
-        if not name.startswith("-"):
-            file = read(name)
-            for each in (file, *map(read, file.brings)):
-                files.setdefault(each.host, each)
+    wanted = [name for name in names if not name.startswith("-")]
+    while wanted:
+        file = read_patches(wanted.pop(0))
+        if file.host not in files:
+            files[file.host] = file
+            wanted[:0] = file.brings
     for name in sorted(left_out - files.keys()):
         refuse_unknown(name)
         brought = ", ".join(files) or "nothing"
         raise ConfigError(f"-{name}: nothing to leave out; the other names bring {brought}")
     if left_out and left_out == files.keys():
         raise ConfigError(f"{', '.join(names)}: all patches are left out; name one that stays")
-    return tuple(file for host, file in files.items() if host not in left_out)
+    kept = tuple(file for host, file in files.items() if host not in left_out)
+    for file in kept:
+        if file.problem and not any_version:
+            raise ConfigError(file.problem)
+    return kept
 
 
 def refuse_unknown(host: str) -> None:

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from megapack.errors import PatchError
-from megapack.hosts.patching.files import patch_set, read_patches
+from megapack.hosts.patching.files import patch_set
 from megapack.hosts.patching.target import Patch, Status
 
 __all__ = ["Finding", "Status", "apply", "check", "original", "revert", "status"]
@@ -123,7 +123,7 @@ def check(*names: str) -> tuple[Finding, ...]:
     Raises:
         ConfigError: no such host or file.
     """
-    files = patch_set(names, read_patches)
+    files = patch_set(names, any_version=True)
     wrong = [Finding(target=file.host, problem=file.problem) for file in files if file.problem]
     fitting = (Patch(file, entry) for file in files if not file.problem for entry in file.patches)
     return (*wrong, *map(_finding, fitting))

@@ -87,12 +87,6 @@ class NativeSettings:
         }
         self.take(block, "arguments of megapack")
 
-    def before(self, provider: Provider | None) -> Provider:
-        """`add_arguments`, and then what a host's caller adds."""
-        if provider is None:
-            return self.add_arguments
-        return lambda parser: provider(self.add_arguments(parser))
-
     def add_arguments(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add `--megapack-...` to a host's parser, one for each setting.
 

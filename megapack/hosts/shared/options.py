@@ -47,6 +47,20 @@ class PlannerOptions:
         if self.cost is not None and self.layout is None:
             raise ConfigError("cost is used with a layout only; set both")
 
+    def refuse_other_stages(self, pp: int, vpp: int, where: str) -> None:
+        """Raise ConfigError if a model's virtual stages are not those of the layout, by which its
+        numbers of micro-batches are planned.
+
+        Args:
+            where: the block that has the layout.
+        """
+        layout = self.layout or Layout()
+        if vpp != layout.vpp or (vpp > 1 and pp != layout.pp):
+            raise ConfigError(
+                f"the model has pp={pp} and vpp={vpp}, {where}.layout pp={layout.pp} and "
+                f"vpp={layout.vpp}; set it to the model's"
+            )
+
 
 class HostOptions(Generic[T]):
     """The options in force, a frozen dataclass.

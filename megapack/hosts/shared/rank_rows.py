@@ -22,6 +22,7 @@ from megapack.dp_schedule import build_dp_schedule
 from megapack.hosts.shared.images import Patches, with_images
 from megapack.layout import Layout
 from megapack.planner.counts import split_heaviest
+from megapack.planner.items import members_by_row
 from megapack.policy import Oversize, Policy
 
 if TYPE_CHECKING:
@@ -179,9 +180,7 @@ def split_rows(rows: Rows, count: int, work: Ints | Floats) -> Rows:
 
 def rows_of(row_of: Ints, num_rows: int) -> Rows:
     """The items of each row, from the row of each item; [0, 1, 0] becomes [0, 2] and [1]."""
-    order = np.argsort(row_of, kind="stable")
-    ends = np.cumsum(np.bincount(row_of, minlength=num_rows))[:-1]
-    return [part.tolist() for part in np.split(order, ends)]
+    return [items.tolist() for items in members_by_row(row_of, num_rows)]
 
 
 def small_at_ends(rows: Rows, work: Ints | Floats) -> Rows:

@@ -84,15 +84,24 @@ def read_settings(args: Any) -> None:
     SETTINGS.take_arguments(args)
 
 
-def with_settings(own: str, add_custom_arguments: Provider | None) -> Provider:
-    """A host's function that makes its arguments, with one `--megapack-...` for each option."""
-    provider: Provider = patching.original(own)(SETTINGS.before(add_custom_arguments))
-    return provider
+def with_settings(add_custom_arguments: Provider | None) -> Provider:
+    """What adds a host's caller's arguments, and before them one `--megapack-...` for each option.
+
+    The patches give it to the hosts' functions that make their arguments.
+    """
+    if add_custom_arguments is None:
+        return SETTINGS.add_arguments
+    return lambda parser: add_custom_arguments(SETTINGS.add_arguments(parser))
+
+
+def log_static(host: str) -> None:
+    """Say once that static batches are the host's own."""
+    log_own(host, "set --use-dynamic-batch-size and --max-tokens-per-gpu")
 
 
 def own_schedule(host: str, *args: Any, **ids: Any) -> Schedule:
     """The host's own schedule, which it makes without dynamic batches."""
-    log_own(host, "set --use-dynamic-batch-size and --max-tokens-per-gpu")
+    log_static(host)
     own = patching.original(f"{host}.utils.dp_schedule.build_dp_schedule")
     return own(*args, **ids)  # type: ignore[no-any-return]
 
@@ -144,14 +153,6 @@ class Rollouts:
     def ids(self) -> list[int] | None:
         """`rollout_of`; None, which is faster, if every sample is its own rollout."""
         return None if sum(self.per_step) == len(self.samples) else self.rollout_of
-
-    def whole_steps(self) -> Rollouts:
-        """The same without a last step of fewer rollouts."""
-        per_step = [count for count in self.per_step if count == self.per_step[0]]
-        kept = [k for k, rollout in enumerate(self.rollout_of) if rollout < sum(per_step)]
-        return Rollouts(
-            [self.samples[k] for k in kept], [self.rollout_of[k] for k in kept], per_step
-        )
 
 
 def layout_of(args: Any, config: Mapping[str, Any]) -> Layout:

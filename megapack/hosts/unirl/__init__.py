@@ -19,16 +19,11 @@ import logging
 from itertools import chain
 from typing import Any, Literal
 
+from megapack.base.arrays import check_count
 from megapack.errors import ConfigError, PlanError
 from megapack.hosts import patching
 from megapack.hosts.shared.rank_rows import log_own
-from megapack.hosts.unirl.plan import (
-    MicroCostModel,
-    MicroPlan,
-    Range,
-    check_budget,
-    plan_micro_batches,
-)
+from megapack.hosts.unirl.plan import MicroPlan, Range, plan_micro_batches
 
 __all__ = [
     "MicroPlan",
@@ -46,33 +41,19 @@ _STACK = "unirl.train.stack.TrainStack"
 
 
 def init_stack(
-    self: Any,
-    *,
-    algorithm: Any,
-    micro_token_budget: int | None = None,
-    micro_cost_model: MicroCostModel = "dense",
-    packed_replay: bool | None = None,
-    **own: Any,
+    self: Any, *, algorithm: Any, micro_token_budget: int | None = None, **own: Any
 ) -> None:
     """`TrainStack.__init__` with a token budget.
 
     Args:
         micro_token_budget: computed tokens per micro-batch; None: `micro_batch_size` samples.
-        micro_cost_model: "dense", since UniRL's replays pad; prompts are `trimmed` before.
-        packed_replay: not true, for the same reason.
         own: what UniRL's takes, too.
 
     Raises:
-        ConfigError: the loss does not go with a budget, or the settings count on packed replays.
+        ConfigError: no budget, or the loss does not go with one.
     """
     patching.original(f"{_STACK}.__init__")(self, algorithm=algorithm, **own)
-    check_budget(micro_token_budget, micro_cost_model)
-    if packed_replay or (micro_token_budget is not None and micro_cost_model == "sum"):
-        raise ConfigError(
-            f"packed_replay={packed_replay}, micro_cost_model={micro_cost_model!r}: UniRL's "
-            "replays pad, and megapack no longer packs them; leave packed_replay out, and set "
-            "micro_cost_model=dense"
-        )
+    check_count("micro_token_budget", micro_token_budget)
     self.micro_plan = None
     self.micro_token_budget = micro_token_budget
     if micro_token_budget is not None:
@@ -140,54 +121,28 @@ def train(
         TrainStepResult; with a budget it has the metrics `num_micro_batches` and
         `packing_efficiency`.
     """
-    plan = getattr(self, "micro_plan", None)
-    step = patching.original(f"{_STACK}.train") if plan is None else _train_planned
-    result = step(self, resp_track, micro_slices=micro_slices, training_progress=training_progress)
+    plan: MicroPlan | None = getattr(self, "micro_plan", None)
     if plan is None:
-        return result
-    own = {"num_micro_batches": float(len(micro_slices)), "packing_efficiency": plan.efficiency}
-    return dataclasses.replace(result, metrics={**result.metrics, **own})
-
-
-def _plan_of_track(stack: Any, track: Any) -> MicroPlan | None:
-    """None: by count, because there is no budget or a rank has no lengths. Collective."""
-    budget = getattr(stack, "micro_token_budget", None)
-    if budget is None:
-        return None
-    num_samples = int(track.batch_size)
-    prompts = _prompt_lengths(track, num_samples)
-    # Without the prompts' tokens no budget can be counted.
-    plan = plan_micro_batches(
-        None if prompts is None else _segment_lengths(track, num_samples),
-        num_samples=num_samples,
-        num_updates=stack.num_updates_per_batch,
-        micro_batch_size=stack.micro_batch_size,
-        micro_token_budget=budget,
-        prompt_lengths=prompts,
-    )
-    return plan if plan.mean_response_tokens else None
-
-
-def _train_planned(
-    stack: Any, track: Any, *, micro_slices: list[Range], training_progress: float
-) -> Any:
-    """One optimizer step on the plan's micro-batches; a TrainStepResult."""
+        own_train = patching.original(f"{_STACK}.train")
+        return own_train(
+            self, resp_track, micro_slices=micro_slices, training_progress=training_progress
+        )
     from unirl.train.stack import TrainStepResult, aggregate_numeric_metrics
 
-    if track.advantages is None:
+    if resp_track.advantages is None:
         raise PlanError("the track has no advantages; compute them before train_track")
-    plan: MicroPlan = stack.micro_plan
     update = plan.updates.index(micro_slices)
-    over_tokens = mean_over(stack.algorithm) == "tokens"
+    over_tokens = mean_over(self.algorithm) == "tokens"
     weights = plan.token_shares(update) if over_tokens else plan.sample_shares(update)
-    stack.fsdp_backend.zero_grad()
+    own = {"num_micro_batches": float(len(micro_slices)), "packing_efficiency": plan.efficiency}
+    self.fsdp_backend.zero_grad()
     results, metrics = [], []
     loss = 0.0
     for (start, end), weight in zip(micro_slices, weights, strict=True):
         # UniRL may reduce gradients in the backward of the last micro-batch alone.
-        stack.fsdp_backend.set_grad_sync(end == micro_slices[-1][1])
-        micro, filled = _micro_batch(track, plan, start, end)
-        result = stack.algorithm.compute_loss_and_backward(
+        self.fsdp_backend.set_grad_sync(end == micro_slices[-1][1])
+        micro, filled = _micro_batch(resp_track, plan, start, end)
+        result = self.algorithm.compute_loss_and_backward(
             conditions=micro.conditions,
             segment=micro.segment,
             advantages=micro.advantages,
@@ -198,21 +153,33 @@ def _train_planned(
         loss += weight * result.loss
         if result.metrics and not filled:
             metrics.append(result.metrics)
-    has_backward = all(result.has_backward for result in results)
-    if any(result.has_backward for result in results) is not has_backward:
-        raise PlanError("some micro-batches had no backward, so gradients were not reduced")
-    if not has_backward:
-        logger.warning("no micro-batch had a backward; the optimizer step is skipped")
-    norm = (
-        stack.fsdp_backend.optimizer_step(max_grad_norm=stack.max_grad_norm) if has_backward else 0
-    )
+    if not all(result.has_backward for result in results):
+        raise PlanError("a micro-batch had no backward, so gradients were not reduced")
+    norm = self.fsdp_backend.optimizer_step(max_grad_norm=self.max_grad_norm)
     return TrainStepResult(
         loss=loss,
         grad_norm=float(norm),
-        lr=stack._current_lr(),
-        has_backward=has_backward,
+        lr=self._current_lr(),
+        has_backward=True,
         micros=results,
-        metrics=aggregate_numeric_metrics(metrics),
+        metrics={**aggregate_numeric_metrics(metrics), **own},
+    )
+
+
+def _plan_of_track(stack: Any, track: Any) -> MicroPlan | None:
+    """None: by count, because there is no budget or a rank has no lengths. Collective."""
+    budget = getattr(stack, "micro_token_budget", None)
+    if budget is None:
+        return None
+    num_samples = int(track.batch_size)
+    prompts = _prompt_lengths(track, num_samples)
+    # Without the prompts' tokens no budget can be counted.
+    return plan_micro_batches(
+        None if prompts is None else _segment_lengths(track, num_samples),
+        num_samples=num_samples,
+        num_updates=stack.num_updates_per_batch,
+        micro_token_budget=budget,
+        prompt_lengths=prompts,
     )
 
 

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
-from typing import Literal, get_args
 
 import numpy as np
 
 from megapack.base.arrays import Ints, check_count
-from megapack.dp_schedule import build_dp_schedule
-from megapack.errors import ConfigError, PlanError
-from megapack.hosts.shared.rank_rows import Rows, agree_on_numbers, for_step, split_rows
-from megapack.layout import Layout
-from megapack.policy import Policy
+from megapack.errors import PlanError
+from megapack.hosts.shared.rank_rows import Rows, agree_on_numbers, log_own, split_rows
 
 logger = logging.getLogger(__name__)
 
 Range = tuple[int, int]
-MicroCostModel = Literal["sum", "dense"]
 
 
 @dataclass(frozen=True)
@@ -32,18 +27,18 @@ class MicroPlan:
     updates: list[list[Range]]
     """The micro-batches of each update (optimizer step), `(start, end)` in arranged positions."""
     tokens: int
-    """Real tokens; 0 without a budget."""
+    """Real tokens."""
     computed_tokens: int
-    """Tokens that the forward computes: under "dense" the padded rectangles. 0 without a budget."""
-    response_tokens: list[int] = field(default_factory=list)
-    """Response tokens of each sample, in track order; empty without a budget."""
-    mean_response_tokens: list[float] = field(default_factory=list)
-    """Response tokens of a rank in each update, the mean over all ranks; empty without a budget."""
+    """Tokens that the forward computes: those of the padded rectangles."""
+    response_tokens: list[int]
+    """Response tokens of each sample, in track order."""
+    mean_response_tokens: list[float]
+    """Response tokens of a rank in each update, the mean over all ranks."""
 
     @property
     def efficiency(self) -> float:
-        """Real over computed tokens; 1 without a budget."""
-        return self.tokens / self.computed_tokens if self.computed_tokens else 1.0
+        """Real over computed tokens."""
+        return self.tokens / self.computed_tokens
 
     def sample_shares(self, update: int) -> list[float]:
         """Weights of an update's micro-batches, for losses that are means over samples.
@@ -59,12 +54,7 @@ class MicroPlan:
         With them, and FSDP's mean over ranks, the gradient is that of the mean over all tokens that
         all ranks have in the update. Two ranks with 30 and 10 tokens have a mean of 20, so a
         micro-batch of 10 tokens weighs 1/2 on both.
-
-        Raises:
-            PlanError: the plan has no budget, so the ranks have not told their tokens.
         """
-        if not self.mean_response_tokens:
-            raise PlanError("plans by count know no tokens; set micro_token_budget")
         mean = self.mean_response_tokens[update] or 1.0
         return [
             sum(self.response_tokens[i] for i in self.order[start:end]) / mean
@@ -84,15 +74,10 @@ class _Sizes:
     prompt: Ints
     response: Ints
     """An empty response counts as one token, so that every sample has a size."""
-    cost_model: MicroCostModel
 
     @classmethod
     def read(
-        cls,
-        response: Sequence[int],
-        prompt: Sequence[int] | None,
-        num_samples: int,
-        cost_model: MicroCostModel,
+        cls, response: Sequence[int], prompt: Sequence[int] | None, num_samples: int
     ) -> _Sizes:
         """Raise PlanError if the number of lengths is not the number of samples."""
         prompt = [0] * num_samples if prompt is None else prompt
@@ -103,22 +88,20 @@ class _Sizes:
             np.array([max(least, int(value)) for value in values], dtype=np.int64)
             for least, values in ((0, prompt), (1, response))
         )
-        return cls(prompts, responses, cost_model)
+        return cls(prompts, responses)
 
     @property
     def total(self) -> Ints:
-        """int64 [samples]: real tokens."""
+        """int64 [samples]: tokens of each."""
         return self.prompt + self.response
 
     def cost(self, samples: Sequence[int]) -> int:
         """Tokens that a micro-batch computes.
 
-        "sum" counts real tokens. Under "dense", prompts are padded to the longest prompt and
-        responses to the longest response: (2, 5) and (3, 1) compute 2 * (3 + 5) = 16 tokens.
+        Prompts are padded to the longest prompt and responses to the longest response: (2, 5) and
+        (3, 1) compute 2 * (3 + 5) = 16 tokens.
         """
         members = list(samples)
-        if self.cost_model == "sum":
-            return int(self.total[members].sum())
         return int(self.prompt[members].max() + self.response[members].max()) * len(members)
 
 
@@ -144,56 +127,45 @@ def plan_micro_batches(
     response_lengths: Sequence[int] | None,
     *,
     num_samples: int,
+    micro_token_budget: int,
     num_updates: int = 1,
-    micro_batch_size: int = 1,
-    micro_token_budget: int | None = None,
-    micro_cost_model: MicroCostModel = "dense",
     prompt_lengths: Sequence[int] | None = None,
-) -> MicroPlan:
-    """Plan this rank's micro-batches; with a budget a collective call of all ranks.
+) -> MicroPlan | None:
+    """Plan this rank's micro-batches, a collective call of all ranks.
 
-    Every update trains on the same samples with and without a budget.
+    Every update trains on the same samples as without a plan.
 
     Args:
-        response_lengths: tokens per sample. None: this rank has no lengths, and all ranks plan by
-            count.
+        response_lengths: tokens per sample. None: this rank has no lengths.
         num_samples: samples of this rank's track.
+        micro_token_budget: computed tokens per micro-batch. A larger sample is alone.
         num_updates: optimizer steps; each has the same number of samples.
-        micro_batch_size: samples per micro-batch of plans by count.
-        micro_token_budget: computed tokens per micro-batch; None plans by count. A larger sample is
-            alone.
-        micro_cost_model: "sum" counts real tokens, "dense" the padded rectangle.
         prompt_lengths: tokens per prompt; None counts responses alone.
 
+    Returns:
+        None on all ranks if one of them has no lengths.
+
     Raises:
-        ConfigError: settings that no rank can run.
-        PlanError: all ranks fail equally, or one has fewer samples than another has micro-batches.
+        PlanError: one rank has fewer samples than another has micro-batches.
         ScheduleError: on all ranks, if one fails; it names the rank and its error.
     """
 
-    def check() -> list[range]:
-        check_count("num_updates", num_updates)
-        check_count("micro_batch_size", micro_batch_size)
-        check_budget(micro_token_budget, micro_cost_model)
-        return _updates(num_samples, num_updates)
-
-    if micro_token_budget is None:
-        return _count_plan(check(), micro_batch_size)
-
     def read() -> _Rank:
         # Checked inside `read`, so that a rank with wrong arguments does not raise alone.
-        updates = check()
+        check_count("num_updates", num_updates)
+        check_count("micro_token_budget", micro_token_budget)
+        updates = _updates(num_samples, num_updates)
         if response_lengths is None:
             return _Rank(updates, None, [[] for _ in updates], [])
-        sizes = _Sizes.read(response_lengths, prompt_lengths, num_samples, micro_cost_model)
-        rows = _pack(sizes, updates, micro_token_budget)
+        sizes = _Sizes.read(response_lengths, prompt_lengths, num_samples)
+        rows = [_rectangles(sizes, update, micro_token_budget) for update in updates]
         return _Rank(updates, sizes, rows, [max(0, int(n)) for n in response_lengths])
 
-    settings = f"{num_updates} {micro_batch_size} {micro_token_budget} {micro_cost_model}"
+    settings = f"{num_updates} {micro_token_budget}"
     rank, numbers = agree_on_numbers(read, lambda rank: rank.numbers, settings)
-    if numbers[:, 1].any():
-        logger.warning("a rank has no lengths per sample; all ranks plan by micro_batch_size")
-        return _count_plan(rank.updates, micro_batch_size)
+    if rank.sizes is None or numbers[:, 1].any():
+        log_own("UniRL", "a rank's track has no lengths, or no [samples, columns] prompt masks")
+        return None
     counts, tokens = np.split(numbers[:, 2:], 2, axis=1)
     fewest_samples = int(numbers[:, 0].min()) // num_updates
     if counts.max() > fewest_samples:
@@ -202,16 +174,7 @@ def plan_micro_batches(
             "samples in it; raise micro_token_budget or give all ranks that many samples"
         )
     means = tokens.mean(axis=0).tolist()
-    return _budget_plan(rank, counts.max(axis=0).tolist(), means, micro_token_budget)
-
-
-def check_budget(micro_token_budget: int | None, micro_cost_model: str) -> None:
-    """Raise ConfigError if these are no budget and no cost model."""
-    check_count("micro_token_budget", micro_token_budget)
-    if micro_cost_model not in get_args(MicroCostModel):
-        raise ConfigError(
-            f"micro_cost_model={micro_cost_model!r}; set one of {get_args(MicroCostModel)}"
-        )
+    return _budget_plan(rank, rank.sizes, counts.max(axis=0).tolist(), means, micro_token_budget)
 
 
 def _updates(num_samples: int, num_updates: int) -> list[range]:
@@ -224,35 +187,9 @@ def _updates(num_samples: int, num_updates: int) -> list[range]:
     return [range(k, k + size) for k in range(0, num_samples, size)]
 
 
-def _count_plan(updates: list[range], micro_batch_size: int) -> MicroPlan:
-    ranges = [
-        [
-            (start, min(start + micro_batch_size, update.stop))
-            for start in range(update.start, update.stop, micro_batch_size)
-        ]
-        for update in updates
-    ]
-    return MicroPlan(list(range(updates[-1].stop)), ranges, tokens=0, computed_tokens=0)
-
-
-def _pack(sizes: _Sizes, updates: list[range], budget: int) -> list[Rows]:
-    """Few rows of each update; a sample over the budget is alone."""
-    if sizes.cost_model == "dense":
-        return [_rectangles(sizes, update, budget) for update in updates]
-    # Of one rank, whose steps are the updates: an update is one rollout, which is planned whole.
-    plan = build_dp_schedule(
-        sizes.total,
-        layout=Layout(),
-        max_tokens_per_gpu=budget,
-        rollout_ids=[number for number, update in enumerate(updates) for _ in update],
-        global_batch_size=1,
-        policy=for_step(Policy(oversize="alone"), len(updates[0])),
-    )
-    return [[list(row.samples) for row in step.ranks[0]] for step in plan.steps]
-
-
 def _rectangles(sizes: _Sizes, update: range, budget: int) -> Rows:
-    """First-fit, the longest sample first, of rows whose tokens are not a sum of their samples'."""
+    """First-fit, the longest sample first, of rows whose tokens are not a sum of their samples'; a
+    sample over the budget is alone."""
     rows: Rows = []
     for i in sorted(update, key=lambda i: -int(sizes.total[i])):
         with_room = (row for row in rows if sizes.cost([*row, i]) <= budget)
@@ -265,11 +202,9 @@ def _rectangles(sizes: _Sizes, update: range, budget: int) -> Rows:
 
 
 def _budget_plan(
-    rank: _Rank, counts: list[int], mean_tokens: list[float], budget: int
+    rank: _Rank, sizes: _Sizes, counts: list[int], mean_tokens: list[float], budget: int
 ) -> MicroPlan:
     """`counts` micro-batches in each update, the most that any rank needs."""
-    sizes = rank.sizes
-    assert sizes is not None
     order: list[int] = []
     ranges: list[list[Range]] = []
     computed = 0

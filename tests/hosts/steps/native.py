@@ -114,7 +114,7 @@ def _rollout_host(host: str, arguments: list[str]) -> None:
     importlib.import_module("megatron.core.pipeline_parallel")
     import_stubs.install(*rollout_hosts.ABSENT)
     parsers = importlib.import_module(f"{host}.utils.arguments")
-    provider = getattr(parsers, f"get_{host}_extra_args_provider")()
+    provider = getattr(parsers, f"get_{host}_extra_args_provider")(None)
     from megatron.training.arguments import parse_args
 
     args = parse_args(provider, ignore_unknown_args=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import megatron.core
@@ -168,7 +169,7 @@ def merged_logprobs(reports: list[Report]) -> list[float]:
 
 def check_planned_rows(host: ModuleType, reports: list[Report], layout: str, case: str) -> None:
     """The model was given the rows of the planner, in its order."""
-    arguments = Arguments(layout=parse_layout(layout), case=case, steps=STEPS)
+    arguments = Arguments(folder=Path(), layout=parse_layout(layout), case=case, steps=STEPS)
     samples = make_samples(_Sample, arguments)
     # Where the replacement looks for images, as in the hosts.
     data = {"tokens": [sample.tokens for sample in samples]}
