@@ -48,10 +48,6 @@ _MAX_PACKED = 4
 _FEW_ITEMS = 16
 # A whole item may take this many times its position's target before it goes over more ranks.
 _STRETCH = 1.15
-# Of more than 100 positions a few more or less matter little: only values of M are tried whose
-# profile takes hardly longer than the best one that could be filled, 1.002 s for 1 s.
-_ENOUGH_POSITIONS = 100
-_ALIKE = 0.002
 # Work grows by about this part, for the items that are cut over ranks.
 _OVERHEAD = 1.02
 
@@ -187,21 +183,16 @@ def order_by_target(rows: Ints, targets: Floats) -> Ints:
 def wide_starts(way: Way, targets: list[Target], fastest: float) -> Iterator[Scored]:
     """Boards of rows over several ranks, those of the fastest targets first.
 
-    A target is left out if even divisible work would take longer than the fastest board, or, of
-    many positions, a little longer than with the best target that could be filled.
+    A target is left out if even divisible work would take longer than the fastest board.
 
     Args:
         fastest: seconds of the fastest board that is known.
     """
-    alike = math.inf
     for target in targets:
         if fastest <= target.seconds < math.inf:
             break
-        if target.count > _ENOUGH_POSITIONS and target.seconds > alike:
-            continue
         scored = filled(way, target.rows(way) * _OVERHEAD)
         if scored is not None and scored.seconds < math.inf:
-            alike = min(alike, (1 + _ALIKE) * target.seconds)
             fastest = min(fastest, scored.seconds)
             yield scored
     count = max(target.count for target in targets)

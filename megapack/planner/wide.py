@@ -57,7 +57,7 @@ def plan_wide(items: Items, fixed: Draft | None) -> Draft | None:
     targets.sort(key=lambda target: target.seconds)
     goal = (1 + _NEAR) * targets[0].seconds
     # 2. The boards: that of the fixed draft, and items filled to the targets.
-    way = replace(way, num_levels=_useful_levels(way, max(counts)))
+    way = replace(way, num_levels=len(step.policy.widths(step.layout)))
     found = [] if fixed is None else [loosened(way, fixed)]
     before = min((scored.seconds for scored in found), default=math.inf)
     if before <= goal < math.inf:
@@ -78,24 +78,3 @@ def plan_wide(items: Items, fixed: Draft | None) -> Draft | None:
     if fixed is not None and draft.seconds() >= fixed.seconds() * (1 - _LEAST_GAIN):
         return None
     return draft
-
-
-def _useful_levels(way: Way, count: int) -> int:
-    """Levels up to where the heaviest item takes under half a mean row and the longest fits.
-
-    More ranks would cost memory here: sizes of a million samples take 16 MB per level.
-    """
-    layout, items = way.layout, way.items
-    widths = way.step.policy.widths(layout)
-    row = way.rank_work / count + float(way.cost.fixed)
-    longest = int(items.aligned.max())
-    levels = 1
-    while levels < len(widths):
-        width = widths[levels - 1]
-        unit = layout.over(width).row_alignment
-        # Alignment may add a unit per sample of an item.
-        padded = longest + unit * int(items.item_samples.max())
-        if 2 * float(way.work.max()) <= row * width and padded <= way.step.capacity * width:
-            break
-        levels += 1
-    return levels
