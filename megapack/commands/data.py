@@ -32,8 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     summary = "make a tiny model with a tokenizer, chats and lengths, to try megapack with"
     toy = actions.add_parser("toy", help=summary, description=write_toy.__doc__)
     toy.add_argument("folder", metavar="FOLDER", help="to write; it must not exist")
-    what = "a model with a vision tower (Qwen3-VL), and chats and rollouts with images"
-    toy.add_argument("--images", action="store_true", help=what)
+    toy.add_argument("--images", action="store_true", help="a model and data with images")
     summary = "print a sample as it will be trained: its tokens, and which count in the loss"
     show = actions.add_parser("show", help=summary, description=summary)
     show.add_argument("file", metavar="FILE", help="a data file, or a folder of them")

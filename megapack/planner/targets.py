@@ -8,7 +8,8 @@ samples are packed to them afterwards.
 A huge sample slows its rank down: no row beside it can be as long. The profile is found for the
 rank with the largest ones, which have rows of their own; the other ranks fill the same profile.
 
-Before the search levels are equal: docs/measured/planner_peers.md has what search=0 gives.
+The first levels below were chosen by hand, for medium-sized steps: docs/measured/planner_peers.md
+has what they give (search=0), and the search starts there.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from megapack.pipeline.kernels import RankOps, rank_seconds
 from megapack.pipeline.simulator import Runner
 from megapack.planner.scored import Way
 
+# 1F1B: levels of the first two and of the last two micro-batches, relative to the middle ones. M=12
+# on pp=4 starts at 0.4, 0.65, 1 (eight times), 0.85, 0.65.
+_HEAD = (0.4, 0.65)
+_TAIL = (0.85, 0.65)
 # Where stages run ahead: the first level, and the growth of the next ones: 1 plus this over pp - 1.
 # With pp=4 they are 0.15, 0.21, 0.31, 0.44, 0.63, 0.9 and 1.
 _RAMP_FIRST = 0.15
 _RAMP_GROWTH = 1.3
-# And of the last two, where nothing fills the waits at the end.
-_TAIL = (0.85, 0.65)
 # Interleaved: levels of the first and of the last group.
 _END_GROUPS = (0.45, 0.6)
 # Interleaved: most levels, as each costs up to two simulations per round of the search. M=48 with
@@ -221,7 +224,9 @@ def _classes(layout: Layout, count: int) -> tuple[Ints, Floats, Ints]:
         classes = np.minimum(position, ends) + np.maximum(position - (count - 1 - ends), 0)
         # From the middle outwards; M=11: 5 6 4 7 3 ...
         from_middle = np.abs(position - count // 2) * 2 - (position > count // 2)
-        return classes, np.ones(2 * ends + 1), np.argsort(from_middle, kind="stable")
+        levels, near = np.ones(2 * ends + 1), min(2, ends)
+        levels[:near], levels[levels.size - near :] = _HEAD[:near], _TAIL[2 - near :]
+        return classes, levels, np.argsort(from_middle, kind="stable")
     groups = position // layout.group_size
     last = int(groups[-1])
     huge_order = np.concatenate([position[groups > 0], position[groups == 0]])

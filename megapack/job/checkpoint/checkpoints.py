@@ -332,6 +332,7 @@ class Checkpoints:
             position=position,
             config=to_dict(self.config),
             layout=self.layout.to_payload(),
+            plan_digest=plan.digest(),
             samples_done_digest=samples_done_digest(plan, position.step_in_batch),
             data_digest=self.data_digest,
             has_reference=self.state.reference is not None,

@@ -106,6 +106,8 @@ class Manifest:
     """The run's config as nested plain values."""
     layout: Mapping[str, Any]
     """The run's layout as nested plain values; the random states fit this layout only."""
+    plan_digest: str
+    """Digest of the last step's plan."""
     samples_done_digest: str
     """Digest of the samples that the batch in progress has already trained on, step by step."""
     data_digest: str
@@ -189,7 +191,7 @@ def _check_types(manifest: Manifest) -> None:
     names = ("config", "layout", "files")
     kinds: dict[str, type] = dict.fromkeys(names, dict)
     kinds |= dict.fromkeys(("has_reference", "has_critic"), bool)
-    digests = ("samples_done_digest", "data_digest")
+    digests = ("plan_digest", "samples_done_digest", "data_digest")
     kinds |= dict.fromkeys((*digests, "megatron_core"), str)
     for name, kind in kinds.items():
         if type(getattr(manifest, name)) is not kind:

@@ -481,9 +481,7 @@ FAMILIES: Mapping[str, Family] = {
 """Families by `model_type`."""
 
 LACKING = {
-    "deepseek_v4": "Megatron-Core has no attention to compressed keys (CSA, HCA), no grouped output"
-    " projection, and neither experts by token id nor experts with hyper-connections; miles has "
-    "layers of its own, Megatron-Bridge uses those of Megatron's dev branch",
+    "deepseek_v4": "Megatron-Core has no attention to compressed keys (CSA, HCA)",
     "falcon_h1": "megapack builds no layers with attention beside Mamba, and no multipliers",
     "gemma3n": "megapack builds no AltUp, no embeddings per layer and no keys of other layers",
     "granitemoehybrid": "megapack builds no multipliers of residuals, embeddings and attention",

@@ -23,6 +23,7 @@ def manifest(num_steps: int) -> Manifest:
         position=Position(num_steps=num_steps, epoch=1, step_in_batch=2),
         config={"seed": 1},
         layout={"dp": 2},
+        plan_digest="ab",
         samples_done_digest="cd",
         data_digest="ef",
         has_reference=True,
