@@ -54,6 +54,9 @@ class RowCost(NamedTuple):
     """Whether rows may stay without items."""
 
 
+ItemArrays = tuple[Ints, Ints, Ints, Ints, Ints]
+
+
 class Board(NamedTuple):
     """I items in R rows of dp ranks, at most M micro-batches per rank; there are as many rows as
     cells. Arrays are int64, but for the seconds."""
@@ -99,31 +102,19 @@ class Board(NamedTuple):
     """[dp]: simulated seconds; the same for all ranks in lockstep."""
 
 
-def empty_board(
-    cost: RowCost,
-    item_tokens: Ints,
-    item_tokens_sq: Ints,
-    item_samples: Ints,
-    chain: Ints,
-    kind: Ints,
-    shape: tuple[int, int],
-) -> Board:
+def empty_board(cost: RowCost, items: ItemArrays, shape: tuple[int, int]) -> Board:
     """A board with no item in a row.
 
     Args:
-        chain, kind: see `Board`.
+        items: tokens, squared tokens, samples, chain and kind of each, see `Board`.
         shape: dp and M.
     """
-    num_items = item_samples.size
+    num_items = items[2].size
     dp, count = shape
     num_rows = dp * count
     return Board(
         cost,
-        item_tokens,
-        item_tokens_sq,
-        item_samples,
-        chain,
-        kind,
+        *items,
         row_of=np.full(num_items, -1, dtype=np.int64),
         next=np.full(num_items, -1, dtype=np.int64),
         head=np.full(num_rows, -1, dtype=np.int64),

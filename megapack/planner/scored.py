@@ -108,7 +108,7 @@ class Way:
         tokens = np.stack([size.aligned + more for size in sizes])
         tokens_sq = np.stack([size.aligned_sq + squares.astype(np.int64) for size in sizes])
         each = tokens, tokens_sq, items.item_samples, items.chain, items.kind
-        return empty_board(self.row_cost, *each, (self.layout.dp, count))
+        return empty_board(self.row_cost, each, (self.layout.dp, count))
 
     def board_of(self, draft: Draft) -> Board:
         """A draft in arrays."""

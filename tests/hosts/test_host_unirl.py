@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapack import ConfigError, patching
+from megapack import ConfigError, PlanError, patching
 from megapack.hosts import unirl
 from megapack.hosts.unirl import MicroPlan, plan_micro_batches
 from tests.dist.spawn import checked_job
@@ -36,6 +36,22 @@ def test_budgets_are_of_rectangles() -> None:
     assert micros(plan) == [[[0, 2], [1, 3]]]
     assert plan.computed_tokens == 2 * 50 + 2 * 10
     assert plan.efficiency == 1
+
+
+def test_budgets_of_sums_are_of_real_tokens() -> None:
+    plan = planned([50, 10, 50, 10], micro_token_budget=120, micro_cost_model="sum")
+    assert micros(plan) == [[[0, 2, 1, 3]]]
+    assert plan.computed_tokens == 120
+    with pytest.raises(ConfigError, match="micro_cost_model='max'; set one of"):
+        planned([1], micro_token_budget=9, micro_cost_model="max")
+
+
+def test_without_a_budget_plans_are_by_count() -> None:
+    plan = planned([5] * 6, num_updates=2, micro_batch_size=2)
+    assert micros(plan) == [[[0, 1], [2]], [[3, 4], [5]]]
+    assert (plan.efficiency, plan.sample_shares(0)) == (1, [2 / 3, 1 / 3])
+    with pytest.raises(PlanError, match="plans by count know no tokens; set micro_token_budget"):
+        plan.token_shares(0)
 
 
 @settings(max_examples=40)

@@ -41,12 +41,18 @@ _STACK = "unirl.train.stack.TrainStack"
 
 
 def init_stack(
-    self: Any, *, algorithm: Any, micro_token_budget: int | None = None, **own: Any
+    self: Any,
+    *,
+    algorithm: Any,
+    micro_token_budget: int | None = None,
+    micro_cost_model: str = "dense",
+    **own: Any,
 ) -> None:
     """`TrainStack.__init__` with a token budget.
 
     Args:
         micro_token_budget: computed tokens per micro-batch; None: `micro_batch_size` samples.
+        micro_cost_model: "dense", the padded rectangle that UniRL's stages compute.
         own: what UniRL's takes, too.
 
     Raises:
@@ -54,6 +60,8 @@ def init_stack(
     """
     patching.original(f"{_STACK}.__init__")(self, algorithm=algorithm, **own)
     check_count("micro_token_budget", micro_token_budget)
+    if micro_token_budget is not None and micro_cost_model != "dense":
+        raise ConfigError(f"{micro_cost_model!r}: UniRL's replays pad; set micro_cost_model=dense")
     self.micro_plan = None
     self.micro_token_budget = micro_token_budget
     if micro_token_budget is not None:

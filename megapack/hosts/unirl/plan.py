@@ -6,16 +6,18 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
+from typing import Literal, get_args
 
 import numpy as np
 
 from megapack.base.arrays import Ints, check_count
-from megapack.errors import PlanError
+from megapack.errors import ConfigError, PlanError
 from megapack.hosts.shared.rank_rows import Rows, agree_on_numbers, log_own, split_rows
 
 logger = logging.getLogger(__name__)
 
 Range = tuple[int, int]
+MicroCostModel = Literal["sum", "dense"]
 
 
 @dataclass(frozen=True)
@@ -27,18 +29,19 @@ class MicroPlan:
     updates: list[list[Range]]
     """The micro-batches of each update (optimizer step), `(start, end)` in arranged positions."""
     tokens: int
-    """Real tokens."""
+    """Real tokens; 0 without a budget."""
     computed_tokens: int
-    """Tokens that the forward computes: those of the padded rectangles."""
+    """Tokens that the forward computes: under "dense" those of the padded rectangles. 0 without a
+    budget."""
     response_tokens: list[int]
-    """Response tokens of each sample, in track order."""
+    """Response tokens of each sample, in track order; empty without a budget."""
     mean_response_tokens: list[float]
-    """Response tokens of a rank in each update, the mean over all ranks."""
+    """Response tokens of a rank in each update, the mean over all ranks; empty without a budget."""
 
     @property
     def efficiency(self) -> float:
-        """Real over computed tokens."""
-        return self.tokens / self.computed_tokens
+        """Real over computed tokens; 1 without a budget."""
+        return self.tokens / self.computed_tokens if self.computed_tokens else 1.0
 
     def sample_shares(self, update: int) -> list[float]:
         """Weights of an update's micro-batches, for losses that are means over samples.
@@ -54,7 +57,12 @@ class MicroPlan:
         With them, and FSDP's mean over ranks, the gradient is that of the mean over all tokens that
         all ranks have in the update. Two ranks with 30 and 10 tokens have a mean of 20, so a
         micro-batch of 10 tokens weighs 1/2 on both.
+
+        Raises:
+            PlanError: the plan has no budget, so the ranks have not told their tokens.
         """
+        if not self.mean_response_tokens:
+            raise PlanError("plans by count know no tokens; set micro_token_budget")
         mean = self.mean_response_tokens[update] or 1.0
         return [
             sum(self.response_tokens[i] for i in self.order[start:end]) / mean
@@ -74,10 +82,12 @@ class _Sizes:
     prompt: Ints
     response: Ints
     """An empty response counts as one token, so that every sample has a size."""
+    packs: bool
+    """Whether a micro-batch computes its real tokens."""
 
     @classmethod
     def read(
-        cls, response: Sequence[int], prompt: Sequence[int] | None, num_samples: int
+        cls, response: Sequence[int], prompt: Sequence[int] | None, num_samples: int, packs: bool
     ) -> _Sizes:
         """Raise PlanError if the number of lengths is not the number of samples."""
         prompt = [0] * num_samples if prompt is None else prompt
@@ -88,7 +98,7 @@ class _Sizes:
             np.array([max(least, int(value)) for value in values], dtype=np.int64)
             for least, values in ((0, prompt), (1, response))
         )
-        return cls(prompts, responses)
+        return cls(prompts, responses, packs)
 
     @property
     def total(self) -> Ints:
@@ -98,10 +108,12 @@ class _Sizes:
     def cost(self, samples: Sequence[int]) -> int:
         """Tokens that a micro-batch computes.
 
-        Prompts are padded to the longest prompt and responses to the longest response: (2, 5) and
-        (3, 1) compute 2 * (3 + 5) = 16 tokens.
+        "sum" counts real tokens. Under "dense" prompts are padded to the longest prompt and
+        responses to the longest response: (2, 5) and (3, 1) compute 2 * (3 + 5) = 16 tokens.
         """
         members = list(samples)
+        if self.packs:
+            return int(self.total[members].sum())
         return int(self.prompt[members].max() + self.response[members].max()) * len(members)
 
 
@@ -127,18 +139,23 @@ def plan_micro_batches(
     response_lengths: Sequence[int] | None,
     *,
     num_samples: int,
-    micro_token_budget: int,
+    micro_token_budget: int | None = None,
+    micro_batch_size: int = 1,
+    micro_cost_model: MicroCostModel = "dense",
     num_updates: int = 1,
     prompt_lengths: Sequence[int] | None = None,
 ) -> MicroPlan | None:
-    """Plan this rank's micro-batches, a collective call of all ranks.
+    """Plan this rank's micro-batches; with a budget a collective call of all ranks.
 
     Every update trains on the same samples as without a plan.
 
     Args:
         response_lengths: tokens per sample. None: this rank has no lengths.
         num_samples: samples of this rank's track.
-        micro_token_budget: computed tokens per micro-batch. A larger sample is alone.
+        micro_token_budget: computed tokens per micro-batch; a larger sample is alone. None plans
+            by count.
+        micro_batch_size: samples per micro-batch of plans by count.
+        micro_cost_model: "sum" counts real tokens, "dense" the padded rectangle.
         num_updates: optimizer steps; each has the same number of samples.
         prompt_lengths: tokens per prompt; None counts responses alone.
 
@@ -146,22 +163,34 @@ def plan_micro_batches(
         None on all ranks if one of them has no lengths.
 
     Raises:
+        ConfigError: settings that no rank can run.
         PlanError: one rank has fewer samples than another has micro-batches.
         ScheduleError: on all ranks, if one fails; it names the rank and its error.
     """
 
+    if micro_cost_model not in get_args(MicroCostModel):
+        known = get_args(MicroCostModel)
+        raise ConfigError(f"micro_cost_model={micro_cost_model!r}; set one of {known}")
+    if micro_token_budget is None:
+        check_count("num_updates", num_updates)
+        check_count("micro_batch_size", size := micro_batch_size)
+        updates = _updates(num_samples, num_updates)
+        ranges = [[(k, min(k + size, own.stop)) for k in own[::size]] for own in updates]
+        return MicroPlan(list(range(num_samples)), ranges, 0, 0, [], [])
+    budget, packs = micro_token_budget, micro_cost_model == "sum"
+
     def read() -> _Rank:
         # Checked inside `read`, so that a rank with wrong arguments does not raise alone.
         check_count("num_updates", num_updates)
-        check_count("micro_token_budget", micro_token_budget)
+        check_count("micro_token_budget", budget)
         updates = _updates(num_samples, num_updates)
         if response_lengths is None:
             return _Rank(updates, None, [[] for _ in updates], [])
-        sizes = _Sizes.read(response_lengths, prompt_lengths, num_samples)
-        rows = [_rectangles(sizes, update, micro_token_budget) for update in updates]
+        sizes = _Sizes.read(response_lengths, prompt_lengths, num_samples, packs)
+        rows = [_rectangles(sizes, update, budget) for update in updates]
         return _Rank(updates, sizes, rows, [max(0, int(n)) for n in response_lengths])
 
-    settings = f"{num_updates} {micro_token_budget}"
+    settings = f"{num_updates} {budget} {micro_cost_model}"
     rank, numbers = agree_on_numbers(read, lambda rank: rank.numbers, settings)
     if rank.sizes is None or numbers[:, 1].any():
         log_own("UniRL", "a rank's track has no lengths, or no [samples, columns] prompt masks")
@@ -174,7 +203,7 @@ def plan_micro_batches(
             "samples in it; raise micro_token_budget or give all ranks that many samples"
         )
     means = tokens.mean(axis=0).tolist()
-    return _budget_plan(rank, rank.sizes, counts.max(axis=0).tolist(), means, micro_token_budget)
+    return _budget_plan(rank, rank.sizes, counts.max(axis=0).tolist(), means, budget)
 
 
 def _updates(num_samples: int, num_updates: int) -> list[range]:
@@ -224,11 +253,6 @@ def _budget_plan(
     logger.info(
         "%d samples in %s micro-batches per update of at most %d tokens, efficiency %.3f (%d real "
         "of %d computed tokens)",
-        len(order),
-        counts,
-        budget,
-        plan.efficiency,
-        tokens,
-        computed,
+        *(len(order), counts, budget, plan.efficiency, tokens, computed),
     )
     return plan

@@ -482,9 +482,6 @@ FAMILIES: Mapping[str, Family] = {
 
 LACKING = {
     "deepseek_v4": "Megatron-Core has no attention to compressed keys (CSA, HCA)",
-    "falcon_h1": "megapack builds no layers with attention beside Mamba, and no multipliers",
-    "gemma3n": "megapack builds no AltUp, no embeddings per layer and no keys of other layers",
-    "granitemoehybrid": "megapack builds no multipliers of residuals, embeddings and attention",
     "kimi_linear": "Megatron-Core has no Kimi Delta Attention",
 }
 """Why families are refused, by `model_type`."""

@@ -44,7 +44,7 @@ def board_of(tokens: np.ndarray, capacity: int, dp: int = DP, count: int = COUNT
     aligned = -(-tokens // fine) * fine
     ones = np.ones(tokens.size, dtype=np.int64)
     each = aligned, aligned * aligned, ones, -ones, 0 * ones
-    return empty_board(cost, *each, (dp, count))
+    return empty_board(cost, each, (dp, count))
 
 
 def place_by_looking(board: Board, goals: Goals, item: int, level: int) -> float:
