@@ -184,7 +184,7 @@ _FEW_PROCESSES: dict[str, Case] = {
     ),
     "pp2_vpp2_remainder": Case(
         layout=Layout(pp=2, vpp=2, microbatch_group_size=3),
-        num_samples=9,
+        num_samples=14,
         expect={"remainder": True},
     ),
     "pp2_vpp2_pad": Case(
