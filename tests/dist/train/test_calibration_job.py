@@ -74,7 +74,6 @@ def test_a_run_learns_its_cost_model_and_a_resumed_one_begins_anew(tmp_path: Pat
     checkpoint = tmp_path / f"runs/run/checkpoints/step-{SAVED_AT:08d}"
     copied = resumed / checkpoint.relative_to(tmp_path)
     shutil.copytree(checkpoint, copied)
-    as_of_earlier_versions(copied)
     again, said = run(resumed, f"train.resume={copied}")
     assert f"resumed after step {SAVED_AT}" in said
     assert [line["step"] for line in again] == list(range(SAVED_AT + 1, 9))
@@ -84,18 +83,6 @@ def test_a_run_learns_its_cost_model_and_a_resumed_one_begins_anew(tmp_path: Pat
             assert one[key] == pytest.approx(other[key], rel=1e-4, abs=1e-6), (one["step"], key)
     assert plan_cost(resumed).per_token > 1.2 * TRUE.per_token
     assert_true(fitted(resumed, layout))
-
-
-def as_of_earlier_versions(checkpoint: Path) -> None:
-    """Add what earlier versions saved of fits."""
-    manifest = checkpoint / "checkpoint.json"
-    values = json.loads(manifest.read_text(encoding="utf-8"))
-    values["calibration"] = {"num_fits": 2, "slow_ranks": [[1, 0]]}
-    for rank in range(4):
-        name = f"calibration-rank{rank}.pt"
-        (checkpoint / name).write_bytes(b"sums")
-        values["files"][name] = 4
-    manifest.write_text(json.dumps(values), encoding="utf-8")
 
 
 @pytest.mark.weekly
