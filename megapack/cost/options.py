@@ -32,8 +32,8 @@ NEEDED: dict[str, tuple[str, ...]] = {
 }
 """Letters of `hybrid_layer_pattern` -> options that such a layer needs: gated delta net, Mamba-2,
 attention, multi-latent and sparse attention, MLP, experts."""
-# Attention is of one kind in all layers, and the options say which.
-_AS_ATTENTION = str.maketrans("+D", "**")
+AS_ATTENTION = str.maketrans("+D", "**")
+"""Letters of attention -> *: it is of one kind in all layers, and the options say which."""
 NOT_IN_FOLDERS = (
     *("hf_path", "megatron_class", "attention", "dtype", "fp8", "init_std", "freeze", "vision"),
     *("bias_activation_fusion", "gradient_accumulation_fusion", "recompute", "recompute_modules"),
@@ -384,13 +384,13 @@ class ModelOptions:
     def layer_pattern(self) -> str | None:
         """The letters of the layers, of `NEEDED` but + and D; None if layers are whole blocks."""
         pattern = self.hybrid_layer_pattern
-        return None if pattern is None else pattern.partition("/")[0].translate(_AS_ATTENTION)
+        return None if pattern is None else pattern.partition("/")[0].translate(AS_ATTENTION)
 
     @property
     def mtp_pattern(self) -> str:
         """The letters of a depth of multi-token prediction; "" without a pattern."""
         pattern = self.hybrid_layer_pattern or ""
-        return pattern.rpartition("/")[2].translate(_AS_ATTENTION) if self.mtp_num_layers else ""
+        return pattern.rpartition("/")[2].translate(AS_ATTENTION) if self.mtp_num_layers else ""
 
     @property
     def mlp_letters(self) -> str:

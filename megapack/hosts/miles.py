@@ -62,10 +62,10 @@ def build_dp_schedule(
         # A batch is one step, and its size counts samples.
         rollout_indices = range(len(total_lengths))
     rollouts = rollout_schedule.Rollouts.read(rollout_indices, global_batch_size, partial=partial)
-    whole = rollout_schedule.Rollouts.read(rollout_indices, global_batch_size)
     try:
         return plan(rollouts)
     except PlanError:
+        whole = rollout_schedule.Rollouts.read(rollout_indices, global_batch_size)
         if whole.per_step == rollouts.per_step:
             raise
         schedule = plan(whole)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megapack.cost.options import NEEDED
+from megapack.cost.options import AS_ATTENTION, NEEDED
 from megapack.cost.sizes import ModelSizes
 from megapack.errors import ConfigError
 
@@ -62,7 +62,7 @@ def _letters(args: Any) -> str:
     """The layers as those of a HybridModel: each attention, a recurrent layer or an MLP."""
     pattern: str | None = getattr(args, "hybrid_layer_pattern", None)
     if pattern:
-        return pattern.partition("/")[0].replace("|", "").translate(str.maketrans("+D", "**"))
+        return pattern.partition("/")[0].replace("|", "").translate(AS_ATTENTION)
     frequency = getattr(args, "moe_layer_freq", 1)
     if getattr(args, "num_experts", None) is None:
         frequency = [0] * args.num_layers
