@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from megapack.base.arrays import Ints, read_budget
 from megapack.cost.model import CostModel, cost_in_tokens
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, PlanError
 from megapack.images import Images, checked_images
 from megapack.layout import Layout
 from megapack.pipeline.simulator import simulate
@@ -26,6 +27,9 @@ from megapack.planner.search import best_draft
 from megapack.planner.step import Step
 from megapack.policy import Policy, check_policy
 from megapack.prefixes import SharedPrefixes
+
+# A plan of rows of one adapter each costs nothing if it is slower by less than this part.
+_NOTHING = 0.002
 
 
 def build_dp_schedule(
@@ -152,21 +156,46 @@ class Request:
         return replace(step, layout=rows, budget=self._budget(rows))
 
     def _planned(self, step: Step, samples: Ints) -> StepPlan:
-        """The plan of a step; of rows that encode images the faster one of two, balanced with the
-        images and without: the search counts them in all chunks, which is too much where few
-        micro-batches follow each other."""
+        """The plan of a step, the fastest one of several ways.
+
+        Rows that encode images are balanced with the images and without: the search counts them in
+        all chunks, which is too much where few micro-batches follow each other. Rows of several
+        adapters are tried with one adapter each, which is taken where it costs nothing.
+        """
         ways = [step] if step.image_seconds is None else [step, replace(step, image_seconds=None)]
-        plans = []
-        for own in ways:
-            plan = _plan_step(Items.whole(own, samples, self.batch.item_of[samples]), self.batch)
-            if self.images is not None:
-                plan = with_images(plan, self.images, self.layout, self.cost, own.policy.images)
-            plans.append(plan)
+        plans = [self._plan_step(own, samples) for own in ways]
+        if step.adapter_of is not None and step.policy.adapters == "group":
+            one = replace(step.policy, adapters="one")
+            # Some freedoms refuse it, and a cap on live tokens may leave no such rows.
+            with suppress(ConfigError, PlanError):
+                check_policy(one, self.layout, self.micro_batch_size)
+                plans += [self._plan_step(replace(own, policy=one), samples) for own in ways]
         if len(plans) == 1:
             return plans[0]
         settings: dict[str, Any] = {"layout": self.layout, "cost": self.cost}
         settings |= {"lockstep": step.lockstep, "forward_only": step.forward_only}
-        return min(plans, key=lambda plan: simulate(plan, **settings).makespan)
+
+        def loss(at: int) -> tuple[int, float]:
+            seconds = simulate(plans[at], **settings).makespan
+            return len(plans[at].dropped_rollouts), seconds / (1 + _NOTHING * (at >= len(ways)))
+
+        return plans[min(range(len(plans)), key=loss)]
+
+    def _plan_step(self, step: Step, samples: Ints) -> StepPlan:
+        """The plan of a step, planned in one way, with its images."""
+        batch = self.batch
+        items = Items.whole(step, samples, batch.item_of[samples])
+        rollouts, num_items = np.unique(
+            batch.rollout_of[items.samples[items.first_samples]], return_counts=True
+        )
+        ids = batch.names_of(rollouts)
+        if step.prefixes is not None and batch.colocate_ids is not None:
+            items = items.sharing()
+        kept, num_kept = keep_reachable(items, np.cumsum(num_items))
+        plan = best_draft(kept).to_plan(ids[:num_kept], ids[num_kept:])
+        if self.images is None:
+            return plan
+        return with_images(plan, self.images, self.layout, self.cost, step.policy.images)
 
     def _row_images(self) -> dict[str, Any]:
         """The fields of `Step` about images in rows."""
@@ -229,14 +258,3 @@ class Request:
 def _as_int(number: int | None) -> int | None:
     """A number that is one of numpy's as Python's."""
     return None if number is None else int(number)
-
-
-def _plan_step(items: Items, batch: Batch) -> StepPlan:
-    rollouts, num_items = np.unique(
-        batch.rollout_of[items.samples[items.first_samples]], return_counts=True
-    )
-    ids = batch.names_of(rollouts)
-    if items.step.prefixes is not None and batch.colocate_ids is not None:
-        items = items.sharing()
-    kept, num_kept = keep_reachable(items, np.cumsum(num_items))
-    return best_draft(kept).to_plan(ids[:num_kept], ids[num_kept:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,12 +66,8 @@ def start(device: Device) -> torch.device:
             )
         torch.cuda.set_device(index)
     backend = "gloo" if device == "cpu" else "nccl"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=_TIMEOUT)
-    else:
-        dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT
-        )
+    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, timeout=_TIMEOUT, **({} if "RANK" in os.environ else alone))
     return torch.device("cpu" if device == "cpu" else f"cuda:{torch.cuda.current_device()}")
 
 

@@ -106,7 +106,8 @@ class Policy:
     """Patches of the images of a micro-batch under images=row, beside the budget of tokens; null =
     no limit."""
     adapters: AdapterRows = "group"
-    """Of adapters in a row: group: several, side by side. one: one."""
+    """Of adapters in a row: group: several, side by side, or one in all rows where that costs
+    nothing. one: one."""
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import replace
 
 from megapack.layout import Layout
@@ -88,3 +89,21 @@ def split_plan() -> Plan:
         num_samples=10,
         rollout_ids=None,
     )
+
+
+def joined_chains(chains: Iterable[range]) -> list[range]:
+    """Ranges that have a micro-batch in common as one range, in order.
+
+    With those of all DP ranks `chain_order` gives ranks that must run one order theirs: where the
+    backwards of a range run in reverse, those of each chain in it do.
+
+    >>> joined_chains([range(4, 6), range(0, 2), range(1, 4)])
+    [range(0, 4), range(4, 6)]
+    """
+    joined: list[range] = []
+    for chain in sorted(chains, key=lambda chain: chain.start):
+        if joined and chain.start < joined[-1].stop:
+            joined[-1] = range(joined[-1].start, max(joined[-1].stop, chain.stop))
+        else:
+            joined.append(chain)
+    return joined

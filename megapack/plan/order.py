@@ -43,7 +43,8 @@ KINDS = "FBW"
 """Forward, backward, weight gradients; `StepOrder.kind` has their indices."""
 
 Chains = Sequence[range]
-"""The micro-batches of each chain of a DP rank, or of several ranks, see `joined_chains`."""
+"""The micro-batches of each chain of a DP rank, or of several ranks, where none has a micro-batch
+of another."""
 
 
 class Operation(NamedTuple):
@@ -163,24 +164,6 @@ def chain_order(pp: int, vpp: int, num_microbatches: int, group: int, chains: Ch
     # Inside a chunk's part of a group, micro-batches are counted from the part's first one.
     backwards = np.arange(table.shape[1]) + turned[table[0]] - table[0]
     return _frozen(pp, vpp, num_microbatches, group, False, backwards)
-
-
-def joined_chains(chains: Iterable[range]) -> list[range]:
-    """Ranges that have a micro-batch in common as one range, in order.
-
-    With those of all DP ranks `chain_order` gives ranks that must run one order theirs: where the
-    backwards of a range run in reverse, those of each chain in it do.
-
-    >>> joined_chains([range(4, 6), range(0, 2), range(1, 4)])
-    [range(0, 4), range(4, 6)]
-    """
-    joined: list[range] = []
-    for chain in sorted(chains, key=lambda chain: chain.start):
-        if joined and chain.start < joined[-1].stop:
-            joined[-1] = range(joined[-1].start, max(joined[-1].stop, chain.stop))
-        else:
-            joined.append(chain)
-    return joined
 
 
 def without_weights(line: str) -> str:

@@ -71,6 +71,6 @@ def _first_difference(step: StepPlan, block: range) -> str:
             return (
                 f"ranks {first} to {block[-1]} share rows or exchange tokens of experts, and stage "
                 f"{stage} of rank {first} runs {one} where that of rank {rank} runs {other}; give "
-                "them one order, that of `joined_chains`"
+                "them one order, `chain_order` with the chains of all, joined where they meet"
             )
     return ""

@@ -20,13 +20,13 @@ from megapack.cost import LayerSplit
 from megapack.dp_schedule import build_dp_schedule
 from megapack.layout import Layout
 from megapack.plan import MicroBatch, Plan, check_plan
-from megapack.plan.order import chain_order, joined_chains
+from megapack.plan.order import chain_order
 from megapack.policy import Policy
 from megapack.prefixes import PrefixTable, SharedPrefixes, row_branches
 from tests.dist import problem
 from tests.dist.rows.row_problem import KINDS, MODEL_TEXTS, MODELS, PAIRED, Samples, make_samples
 from tests.dist.rows.row_shapes import SHAPES, MadeRows
-from tests.hand_made_orders import with_weights_later
+from tests.hand_made_orders import joined_chains, with_weights_later
 from tests.made_rows import made_ranks
 
 LIVE_TOKENS = 400

@@ -11,9 +11,9 @@ from megapack.errors import PlanError
 from megapack.layout import Layout
 from megapack.pipeline.simulator import simulate_planned
 from megapack.plan import Plan, StepPlan, check_plan
-from megapack.plan.order import chain_order, joined_chains
+from megapack.plan.order import chain_order
 from megapack.policy import Policy
-from tests.hand_made_orders import with_weights_later
+from tests.hand_made_orders import joined_chains, with_weights_later
 from tests.made_rows import Slot, made_ranks
 
 LENGTHS = [97, 12, 40, 64, 7, 21]
