@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,26 +66,27 @@ CASES = {
     "dp2_sharded": LoraCase(layout=Layout(dp=2), distributed_optimizer=True),
 }
 _ONE = Policy(adapters="one")
+# With this budget rows of one adapter each would cost time, so most cases have rows of several.
+_several = functools.partial(LoraCase, several=True, max_tokens=152)
 SEVERAL = {
-    "several": LoraCase(layout=Layout()),
-    "several_prefixes": LoraCase(layout=Layout(), shares_prefixes=True),
-    "several_recompute": LoraCase(layout=Layout(), keys=_FULL),
-    "several_recompute_mlp": LoraCase(layout=Layout(), keys=_MLP),
-    "several_dp2": LoraCase(layout=Layout(dp=2)),
-    "several_dp2_wide": LoraCase(
+    "several": _several(layout=Layout()),
+    "several_prefixes": _several(layout=Layout(), shares_prefixes=True),
+    "several_recompute": _several(layout=Layout(), keys=_FULL),
+    "several_recompute_mlp": _several(layout=Layout(), keys=_MLP),
+    "several_dp2": _several(layout=Layout(dp=2)),
+    "several_dp2_wide": _several(
         layout=Layout(dp=2), max_tokens=60, policy=Policy(context_parallel="dynamic")
     ),
-    "several_cp2": LoraCase(layout=Layout(cp=2)),
-    "several_tp2": LoraCase(layout=Layout(tp=2)),
-    "several_tp2_sp": LoraCase(layout=_TP2_SP),
-    "several_pp2_vpp2_recompute": LoraCase(layout=Layout(pp=2, vpp=2), keys=_FULL),
-    "several_pp2_pieces": LoraCase(
+    "several_cp2": _several(layout=Layout(cp=2), max_tokens=60),
+    "several_tp2": _several(layout=Layout(tp=2)),
+    "several_tp2_sp": _several(layout=_TP2_SP),
+    "several_pp2_vpp2_recompute": _several(layout=Layout(pp=2, vpp=2), keys=_FULL),
+    "several_pp2_pieces": _several(
         layout=Layout(pp=2), max_tokens=64, policy=Policy(split_samples="auto"), keys=_FULL
     ),
-    "several_pp2_split": LoraCase(layout=Layout(pp=2), policy=_SPLIT),
-    "several_dp2_one": LoraCase(layout=Layout(dp=2), policy=_ONE),
+    "several_pp2_split": _several(layout=Layout(pp=2), policy=_SPLIT),
+    "several_dp2_one": _several(layout=Layout(dp=2), policy=_ONE),
 }
-SEVERAL = {name: dataclasses.replace(case, several=True) for name, case in SEVERAL.items()}
 CASES |= SEVERAL
 TRAINED = ("dp2", "dp2_sharded")
 """Cases that are compared after steps of Adam."""
