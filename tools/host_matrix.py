@@ -50,6 +50,8 @@ PYTHON = "3.12"
 
 # Host -> the first version that has the name, and what stands in older ones' row.
 FIRST = {"megatron_packing": ("0.20", "Megatron-Core has DpBalancedScheduler since 0.20")}
+# Class -> what stands in the rows of sources without it, which have not moved.
+ELSEWHERE = {"DefaultDynamicCPScheduler": "Megatron-Core has it on its dev branch only"}
 # Host -> the first wheel with its package: Megatron-Core's older ones have no megatron.training.
 FIRST_WHEEL = {"megatron_lm": "0.17"}
 
@@ -78,10 +80,14 @@ class Row:
     moved: bool
 
 
-def rows_of(source: Source, files: Sequence[PatchFile]) -> list[Row]:
-    """One row for each name that patches replace in packages which the source has."""
+def rows_of(source: Source, files: Sequence[PatchFile], beside: Sequence[Path] = ()) -> list[Row]:
+    """One row for each name that patches replace in packages which the source has.
+
+    Args:
+        beside: folders with packages that the source imports.
+    """
     site = Path(sysconfig.get_path("purelib"))
-    code = Sources(source.folders, beside=[site])
+    code = Sources(source.folders, beside=[*beside, site])
     rows = []
     for host in sorted({file.host for file in files}):
         own = [file for file in files if file.host == host and _is_in(code, file)]
@@ -93,11 +99,13 @@ def rows_of(source: Source, files: Sequence[PatchFile]) -> list[Row]:
             rows += [
                 _row(source, host, entry, *_verdict(code, source, host, entry))
                 for entry in file.patches
+                if code.has(package_of(entry.module))
             ]
         else:
             # An old version has not moved.
             text = f"the patches are for versions from {file.since}"
-            rows.append(_row(source, host, file.patches[0], text, False))
+            own_names = (e for e in file.patches if code.has(package_of(e.module)))
+            rows.append(_row(source, host, next(own_names), text, False))
     return rows
 
 
@@ -132,8 +140,6 @@ def _row(source: Source, host: str, entry: Replacement, verdict: str, moved: boo
 def _verdict(code: Sources, source: Source, host: str, entry: Replacement) -> tuple[str, bool]:
     """What the table says of one name, and whether it has moved."""
     package = package_of(entry.module)
-    if not code.has(package):
-        return f"without {package}", False
     first, text = FIRST.get(host, ("", ""))
     if first and source.version and _numbers(source.version) < _numbers(first):
         return text, False
@@ -142,7 +148,8 @@ def _verdict(code: Sources, source: Source, host: str, entry: Replacement) -> tu
     except Outside as error:
         return f"not told: {error}", False
     except NotRead as error:
-        return _moved(code, package, entry, str(error)), True
+        elsewhere = ELSEWHERE.get(entry.name.partition(".")[0], "")
+        return elsewhere or _moved(code, package, entry, str(error)), not elsewhere
     for signature in found:
         if not accepts(entry, signature):
             return _moved(code, package, entry, str(signature)), True
@@ -227,6 +234,9 @@ def as_text(rows: Sequence[Row]) -> str:
 def as_markdown(rows: Sequence[Row]) -> str:
     """One line per host and result: each name that does not fit, and the sources it is so in."""
     sources: dict[tuple[str, str], list[str]] = {}
+    packages: dict[str, set[str]] = {}
+    for row in rows:
+        packages.setdefault(row.host, set()).add(package_of(row.target))
     for (host, source), group in itertools.groupby(rows, lambda row: (row.host, row.source)):
         names = list(group)
         others = [f"`{row.target}`: {row.verdict}" for row in names if row.verdict != "fits"]
@@ -234,8 +244,10 @@ def as_markdown(rows: Sequence[Row]) -> str:
         parts = [*([f"{fitting} of {len(names)} fit"] if fitting else []), *others]
         result = "; ".join(parts).replace("|", "\\|") if others else "fits"
         kind = "wheel" if "==" in source else "source"
-        known = names[0].version
-        sources.setdefault((host, result), []).append(f"{kind} {source if known == '?' else known}")
+        known = source if names[0].version == "?" else names[0].version
+        if len(packages[host]) > 1:
+            known = f"{package_of(names[0].target)} {known}"
+        sources.setdefault((host, result), []).append(f"{kind} {known}")
     lines = ["| host | result | of |", "|---|---|---|"]
     for (host, result), found in sources.items():
         lines.append(f"| `{host}` | {result} | {'; '.join(_by_kind(found))} |")
@@ -254,8 +266,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     files = shipped_files()
     rows = []
     try:
-        for source in _sources(args):
-            rows += rows_of(source, files)
+        given = [tree for folder in args.trees for tree in trees(folder)]
+        beside = [folder for tree in given for folder in tree.folders]
+        for source in [*given, *_releases(args)]:
+            rows += rows_of(source, files, beside)
     except NoSource as problem:
         print(problem, file=sys.stderr)
         return 2
@@ -279,9 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if moved else 0
 
 
-def _sources(args: argparse.Namespace) -> Iterator[Source]:
-    for folder in args.trees:
-        yield from trees(folder)
+def _releases(args: argparse.Namespace) -> Iterator[Source]:
     wanted = [f"{name}=={v}" for name, versions in RELEASES.items() for v in versions]
     requirements = wanted if args.releases else []
     if args.latest:

@@ -48,7 +48,6 @@ class Critic(Learner):
         layout: Layout,
         policy: Sequence[Any],
         data: Dataset,
-        *,
         reduction: Settings,
         ranks: Ranks,
         device: torch.device,

@@ -170,8 +170,9 @@ class Trainer:
         self._ahead_s = 0.0
         self.critic: Critic | None = None
         if config.critic.enabled:
-            own: dict[str, Any] = {"reduction": self.reduction, "ranks": ranks, "device": device}
-            self.critic = Critic(built, self.layout, self.policy.modules, self.data, **own)
+            self.critic = Critic(
+                built, self.layout, self.policy.modules, self.data, self.reduction, ranks, device
+            )
         # Whether the cost model that the run begins with was measured.
         self.is_measured = config.plan.cost_model is not None
         self.clock = StepClock(is_calibrated=self.is_measured)
