@@ -119,6 +119,9 @@ MODELS = {
     "gemma3_text": "Gemma 3: four norms per layer, two rotary embeddings, scaled embeddings, tied",
     "gemma4_text": "Gemma 4: wider global heads whose keys are values, layer scalars, tied",
     "gemma4_experts": "Gemma 4 with experts: as before, experts beside an MLP",
+    "qwen2_5_vl": "Qwen2.5-VL: the text part",
+    "qwen3_vl": "Qwen3-VL: the text part, tied",
+    "qwen3_vl_moe": "Qwen3-VL-MoE: the text part, stacked experts",
     "mimo_mtp": "MiMo with multi-token prediction",
     "glm4_moe_lite_mtp": "GLM-4.7-Flash with multi-token prediction",
     "qwen3_next_mtp": "Qwen3-Next with multi-token prediction",
@@ -260,7 +263,7 @@ def model_table(results: dict[str, dict[str, Any]]) -> list[str]:
         found = [results.get(f"{family}-{name}") for name in layouts]
         cells = ["-" if one is None else _model_errors(one) for one in found]
         if any(found):
-            lines.append(f"| {MODELS[family]} | {' | '.join(cells)} |")
+            lines.append(f"| {MODELS.get(family, family)} | {' | '.join(cells)} |")
     return lines
 
 
