@@ -19,7 +19,7 @@ from megapack.pipeline.simulator import simulate
 from megapack.plan.plan import Plan, RolloutId, StepPlan
 from megapack.planner.batch import Batch
 from megapack.planner.counts import keep_reachable, split_rollouts
-from megapack.planner.explain import explain
+from megapack.planner.explain import explain, quiet_planner
 from megapack.planner.images import with_images
 from megapack.planner.items import Items
 from megapack.planner.refusals import check_cost, check_oversize, check_set_sizes
@@ -156,30 +156,23 @@ class Request:
         return replace(step, layout=rows, budget=self._budget(rows))
 
     def _planned(self, step: Step, samples: Ints) -> StepPlan:
-        """The plan of a step, the fastest one of several ways.
-
-        Rows that encode images are balanced with the images and without: the search counts them in
-        all chunks, which is too much where few micro-batches follow each other. Rows of several
-        adapters are tried with one adapter each, which is taken where it costs nothing.
-        """
-        ways = [step] if step.image_seconds is None else [step, replace(step, image_seconds=None)]
-        plans = [self._plan_step(own, samples) for own in ways]
-        if step.adapter_of is not None and step.policy.adapters == "group":
-            one = replace(step.policy, adapters="one")
-            # Some freedoms refuse it, and a cap on live tokens may leave no such rows.
-            with suppress(ConfigError, PlanError):
-                check_policy(one, self.layout, self.micro_batch_size)
-                plans += [self._plan_step(replace(own, policy=one), samples) for own in ways]
-        if len(plans) == 1:
-            return plans[0]
+        """The plan of a step. Rows have one adapter each where that costs nothing."""
+        plan = self._plan_step(step, samples)
+        adapter_of = step.adapter_of
+        if adapter_of is None or step.policy.adapters == "one" or not np.ptp(adapter_of[samples]):
+            return plan
+        one = replace(step, policy=replace(step.policy, adapters="one"))
         settings: dict[str, Any] = {"layout": self.layout, "cost": self.cost}
         settings |= {"lockstep": step.lockstep, "forward_only": step.forward_only}
-
-        def loss(at: int) -> tuple[int, float]:
-            seconds = simulate(plans[at], **settings).makespan
-            return len(plans[at].dropped_rollouts), seconds / (1 + _NOTHING * (at >= len(ways)))
-
-        return plans[min(range(len(plans)), key=loss)]
+        # Some freedoms refuse it, and a cap on live tokens may leave no such rows.
+        with suppress(ConfigError, PlanError), quiet_planner():
+            check_policy(one.policy, self.layout, self.micro_batch_size)
+            pure = self._plan_step(one, samples)
+            mixed_s, pure_s = (simulate(own, **settings).makespan for own in (plan, pure))
+            drops = len(pure.dropped_rollouts) > len(plan.dropped_rollouts)
+            if not drops and pure_s <= mixed_s * (1 + _NOTHING):
+                return pure
+        return plan
 
     def _plan_step(self, step: Step, samples: Ints) -> StepPlan:
         """The plan of a step, planned in one way, with its images."""

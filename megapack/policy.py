@@ -23,22 +23,6 @@ Backward = Literal["joint", "split"]
 ImagePlace = Literal["ahead", "row"]
 AdapterRows = Literal["group", "one"]
 
-# Fields that a payload leaves out at their defaults, so that plans from before they were fields
-# keep their digests.
-_LATER_FIELDS = (
-    "share_prefixes",
-    "context_parallel",
-    "split_samples",
-    "backward",
-    "max_width",
-    "least_piece",
-    "round_row_tokens",
-    "row_shapes",
-    "images",
-    "max_patches_per_gpu",
-    "adapters",
-)
-
 # Compiled code multiplies these numbers by sizes of the layout (at most 2**20) in int64:
 # 2**40 * 2**20 = 2**60, and int64 ends at 2**63.
 _MAX_INT = 2**40
@@ -77,8 +61,8 @@ class Policy:
     """Rollouts go to steps in input order, or so that tokens per step are balanced."""
     search: int = 2048
     """Simulations that a step's search may spend; 0 = none. A count, so that all ranks find the
-    same plan. Dynamic rows may double it; pieces and split backwards may take four times as
-    many."""
+    same plan. Dynamic rows and several adapters may double it; pieces and split backwards
+    may take four times as many."""
     group_size: GroupSize = "fixed"
     """fixed: G is the layout's `microbatch_group_size`."""
     max_live_tokens_per_gpu: int | None = None
@@ -165,11 +149,11 @@ class Policy:
 
     def to_payload(self) -> dict[str, object]:
         """The fields as JSON types, in the order of their definition."""
-        payload = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in _LATER_FIELDS:
-            if payload[name] == getattr(Policy, name):
-                del payload[name]
-        return payload
+        names = [field.name for field in fields(self)]
+        # Left out at their defaults, so that plans from before they were fields keep their digests.
+        later = {*names[names.index("share_prefixes") :], "round_row_tokens", "row_shapes"}
+        own = {name: getattr(self, name) for name in names}
+        return {n: v for n, v in own.items() if n not in later or v != getattr(Policy, n)}
 
 
 _CHOICES = {

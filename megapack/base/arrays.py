@@ -89,9 +89,11 @@ def read_ids(
     """
     if given is None:
         return np.arange(num_samples, dtype=np.int64), None
-    if not isinstance(given, Iterable):
+    # Sets have another order in another process.
+    is_unordered = isinstance(given, str | bytes | set | frozenset | dict)
+    if is_unordered or not isinstance(given, Iterable) or getattr(given, "ndim", 1) == 0:
         raise DataError(f"{kind}_ids are {brief(given)}; give one id per sample")
-    ids = tuple(_read_id(kind, i, value) for i, value in enumerate(given))
+    ids = tuple(read_id(f"sample {i} has {kind} id", value) for i, value in enumerate(given))
     if len(ids) != num_samples:
         raise DataError(f"{len(ids)} {kind}_ids for {num_samples} samples; give one per sample")
     number = {name: k for k, name in enumerate(dict.fromkeys(ids))}
@@ -114,9 +116,11 @@ def read_adapters(given: Sequence[int | str] | None, num_samples: int) -> tuple[
         DataError: see `read_ids`.
     """
     _, ids = read_ids("adapter", given, num_samples)
-    names = sorted(set(ids or ()), key=lambda name: (isinstance(name, str), name))
+    if ids is None:
+        return np.zeros(num_samples, dtype=np.int64), None
+    names = sorted(set(ids), key=lambda name: (isinstance(name, str), name))
     number = {name: k for k, name in enumerate(names)}
-    return np.array([number[i] for i in ids or ()] or [0] * num_samples, dtype=np.int64), ids
+    return np.array([number[i] for i in ids], dtype=np.int64), ids
 
 
 def read_sets(
@@ -158,14 +162,15 @@ def check_sets(
         other = int(first[set_of[sample]])
         raise DataError(
             f"samples {other} and {sample} share the colocate id {colocate[sample]!r} but not the "
-            f"{kind}: {others[other]!r} and {others[sample]!r}{why}"
+            f"{kind}: {brief(others[other])} and {brief(others[sample])}{why}"
         )
 
 
-def _read_id(kind: str, sample: int, value: object) -> int | str:
+def read_id(where: str, value: object) -> int | str:
+    """An id of Python's types; DataError, whose message begins with `where`, if it is none."""
     value = int(value) if isinstance(value, np.integer) else value
     if not is_id(value):
-        raise DataError(f"sample {sample} has {kind} id {brief(value)}; give an int64 or a str")
+        raise DataError(f"{where} {brief(value)}; give an int64 or a str")
     # np.str_ is a subclass of str; plans and their JSON hold plain strings.
     return str(value) if isinstance(value, str) else value
 

@@ -66,7 +66,9 @@ def run(args: argparse.Namespace) -> int:
 
         cpu.enable()
         os.environ[CPU_VARIABLE] = "1"
-    hosts = [name for given in args.patch for name in given.split(",")]
+    hosts = [name.strip() for name in ",".join(args.patch).split(",") if name.strip()]
+    if args.patch and not hosts:
+        raise ConfigError(f"--patch {','.join(args.patch)!r} names no host; set one, such as slime")
     apply(*hosts)
     _patch_children(hosts)
     sys.argv[:] = command

@@ -65,7 +65,8 @@ def parse(text: str, source: str, lines: bool = True) -> Node:
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if lines and error.problem_mark else ""
         begins = f"{error.context} " if (error.context or "").startswith("expected") else ""
-        raise ConfigError(f"{source}{line}: {begins}{error.problem}") from None
+        hint = "; quote a text that begins with *" if "alias" in (error.context or "") else ""
+        raise ConfigError(f"{source}{line}: {begins}{error.problem}{hint}") from None
     except (yaml.YAMLError, ValueError) as error:
         reason = one_line(error)
         raise ConfigError(f"{source}: not plain YAML ({reason[:120]}); check the text") from None
@@ -112,7 +113,7 @@ class _Loader(yaml.SafeLoader):
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         problem = None
         if isinstance(event, yaml.AliasEvent):
-            problem = "aliases (*name) are refused; write the value out"
+            problem = "aliases (*name) are refused; write the value out, or quote it"
         elif getattr(event, "tag", None) is not None:
             problem = f"tags are refused, got {event.tag}; write the value without it"
         elif self._depth >= _MAX_DEPTH:

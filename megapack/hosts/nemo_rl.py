@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from megapack.base.arrays import Ints
+from megapack.base.arrays import Ints, check_count
 from megapack.dp_schedule import build_dp_schedule
 from megapack.errors import ConfigError
 from megapack.hosts import megatron_core, patching
@@ -60,6 +60,7 @@ def read_settings(config: Any) -> None:
     megatron = config.get("megatron_cfg") or {}
     overrides = megatron.get("model_overrides") or {}
     vpp = overrides.get("virtual_pipeline_model_parallel_size") or 1
+    check_count("virtual_pipeline_model_parallel_size", vpp)
     # Both look at one chunk.
     for key in ("draft", "router_replay"):
         if vpp > 1 and (config.get(key) or {}).get("enabled"):
@@ -69,6 +70,8 @@ def read_settings(config: Any) -> None:
         _OPTIONS.current.refuse_other_stages(pp, vpp, "policy.megapack")
     else:
         log_own("NeMo-RL", "set policy.sequence_packing.enabled=true")
+    if vpp > 1 and not any(s.host == "nemo_rl_vpp" for s in patching.status()):
+        raise ConfigError(f"vpp={vpp} needs the patch nemo_rl_vpp; apply it here and in workers")
 
 
 def get_packer(*args: Any, **named: Any) -> Any:

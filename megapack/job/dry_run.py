@@ -106,7 +106,7 @@ def first_batch(config: TrainConfig) -> Batch:
     data = config.data
     if data.path is None:
         longest = config.longest_sample
-        num_rollouts = _rollouts_per_batch(config)
+        num_rollouts = data.prompts_per_batch * data.generated_group_size
         rollouts = list(range(num_rollouts))
         pairs = sorted(rollouts * 2) if config.objective.reads_pairs else None
         num_samples = num_rollouts if pairs is None else len(pairs)
@@ -189,10 +189,6 @@ def _encoding(cost: CostModel, share: float) -> CostModel:
     """The cost model with this share of the seconds of encoding images."""
     per_patch, per_patch_sq = share * cost.per_patch, share * cost.per_patch_sq
     return dataclasses.replace(cost, per_patch=per_patch, per_patch_sq=per_patch_sq)
-
-
-def _rollouts_per_batch(config: TrainConfig) -> int:
-    return config.data.prompts_per_batch * config.data.generated_group_size
 
 
 def _memory(config: TrainConfig, plan: Plan) -> tuple[GpuMemory, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megapack.errors import ScheduleError
+from megapack.errors import ScheduleError, brief
 from megapack.rows.packed import PackedRow
 from megapack.rows.transfer import moved
 
@@ -26,9 +26,11 @@ def token_adapters(ids: Sequence[int | str]) -> Tensor:
         output = linear(x) + (index_T == 0)[:, None, None] * math(x)
 
     Padding counts as the sample before it, so that the tokens of an adapter are side by side;
-    adapters ascend, but for that of a piece, which is first. Megatron-Bridge's `MultiLoRA` takes
-    `torch.bincount(token_adapters(slots), minlength=len(slots))`. Under sequence parallelism each
-    tensor-parallel rank has a part of these tokens.
+    adapters ascend, integers before strings, but for that of a piece, which is first. A layer that
+    takes numbers of tokens and no indices, such as Megatron-Bridge's `MultiLoRA`, gives the first
+    tokens to its first slot: before `torch.bincount(index_T, minlength=len(ids))` check that
+    `(index_T.diff() >= 0).all()`, which needs slots that ascend too, and rows without pieces. Under
+    sequence parallelism each tensor-parallel rank has a part of these tokens.
 
     Args:
         ids: the adapters of a layer.
@@ -42,9 +44,10 @@ def token_adapters(ids: Sequence[int | str]) -> Tensor:
     row = _running[0]
     if row is None or row.adapters_T is None:
         raise ScheduleError("no row with adapters runs; plan with build_dp_schedule(adapter_ids=)")
-    unknown = set(row.adapters).difference(ids)
+    unknown = [own for own in row.adapters if own not in ids]
     if unknown:
-        raise ScheduleError(f"adapters {unknown} of a row are not in {ids}; give a layer all")
+        names = f"adapters {brief(unknown)} of a row are not in {brief(ids)}"
+        raise ScheduleError(f"{names}; give a layer all")
     index = torch.tensor([ids.index(own) for own in row.adapters] or [0])
     return moved(index, row.adapters_T.device)[row.adapters_T]
 

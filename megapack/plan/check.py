@@ -50,7 +50,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megapack.base.arrays import Ints, read_lengths
-from megapack.errors import PlanError
+from megapack.errors import PlanError, brief
 from megapack.images import Images, checked_images
 from megapack.plan.checks.images import check_images
 from megapack.plan.checks.orders import check_orders
@@ -191,7 +191,7 @@ def check_adapters(read: Reading) -> None:
     for where, *_, mb in read.rows:
         runs = [name for name, _ in groupby(ids[i] for i in mb.samples)]
         if len(runs) > len(set(runs)):
-            raise broken(14, f"{where} has adapters in turns: {runs}")
+            raise broken(14, f"{where} has adapters in turns: {brief(runs)}")
         if len(runs) > 1 and read.plan.policy.adapters == "one":
             raise broken(14, f"{where} has {len(runs)} adapters under adapters='one'")
     order, common = ((), ()) if prefixes is None else (prefixes.order, prefixes.common)

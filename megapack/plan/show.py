@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import takewhile, zip_longest
 from typing import Any
 
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, brief
 from megapack.plan.facts import features_of, row_facts
 from megapack.plan.microbatch import MicroBatch
 from megapack.plan.plan import Plan, StepPlan
@@ -111,8 +111,10 @@ def _row_line(plan: Plan, k: int, mb: MicroBatch) -> str:
     samples = ",".join(map(str, mb.samples[:_MAX_SAMPLES]))
     more = len(mb.samples) - _MAX_SAMPLES
     facts = "".join(f"; {fact.text(mb)}" for fact in row_facts(mb))
-    own = dict.fromkeys(plan.adapter_ids[i] for i in mb.samples) if plan.adapter_ids else {}
-    facts += f"; adapters {', '.join(map(str, own))}" if own else ""
+    # A damaged plan is shown too.
+    ids = plan.adapter_ids or ()
+    own = [*dict.fromkeys(ids[i] for i in mb.samples if i < len(ids))]
+    facts += f"; adapters {brief(own)}" if own else ""
     return (
         f"{k:>6}  {_cell(plan, mb)}, {mb.tokens} tokens: samples {samples}"
         f"{f' and {more} more' if more > 0 else ''}{facts}"

@@ -79,12 +79,13 @@ def explain(plan: Plan, planner: Planner, cost: CostModel, *, has_prefixes: bool
 @contextlib.contextmanager
 def quiet_planner() -> Iterator[None]:
     """No warnings: the first plan has had them, such as samples over the budget."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    loggers = logging.getLogger("megapack.planner")
+    before = loggers.level
+    loggers.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logging.disable(before)
+        loggers.setLevel(before)
 
 
 class _Times(NamedTuple):

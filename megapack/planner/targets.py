@@ -157,16 +157,12 @@ def _huge_samples(way: Way, count: int) -> list[Floats]:
     return [work[: max(count - 2, 0)] for work in own]
 
 
-def _divisible(way: Way) -> Runner:
-    """The simulator of divisible work, of which each part has the mean share of squares."""
-    return way.runner.for_shares(way.items.square_share)
-
-
 def _profile(way: Way, count: int, rounds: int, huge: Floats) -> Profile:
     """The profile of a rank with the mean work and these huge samples."""
     is_flat = way.layout.pp == 1 or way.step.policy.row_shape == "uniform"
     return find_profile(
-        _divisible(way),
+        # Work is divisible, and each part has the mean share of squares.
+        way.runner.for_shares(way.items.square_share),
         count,
         work=way.rank_work,
         fixed=float(way.cost.fixed),

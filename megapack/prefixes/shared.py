@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -120,16 +120,20 @@ class SharedPrefixes:
         members = [i for i in range(num_samples) if routing is None or routing[i] is not None]
         order, common = _depth_first(members, read)
         if routing is not None:
+            # Lengths of samples that others begin with, which share all of their tokens.
+            whole = set[int]()
             for k in range(1, len(order)):
                 if common[k] > own_tokens:
                     pair = (order[k - 1], order[k])
-                    most = common[k] - own_tokens
                     if not len(read(pair[0], common[k], common[k] + 1)):
-                        # All of it is shared; an engine never runs the last token of a sample.
-                        most = max(most, min(common[k], *(len(routing[i]) for i in pair)))
+                        whole.add(common[k])
+                    # An engine never runs the last token of a sample.
+                    most = min(common[k], *(len(routing[i]) for i in pair))
+                    most = max(most, common[k] - own_tokens)
                     agreed = _num_agreed(routing, pair, most)
                     if agreed < most:
-                        common[k] = min(common[k] - 1, agreed + own_tokens)
+                        ends = [length - 1 for length in whole if length > agreed]
+                        common[k] = min(common[k], agreed + own_tokens, *ends)
         return cls(tuple(order), tuple(common), own_tokens).trimmed()
 
     @classmethod
@@ -177,26 +181,18 @@ class SharedPrefixes:
         >>> SharedPrefixes((0, 1, 2, 3), (0, 5, 3, 4)).apart(np.array([0, 1, 0, 1]))
         SharedPrefixes(order=(0, 2, 1, 3), common=(0, 3, 0, 3), own_tokens=1)
         """
-        parts = [self.without(np.flatnonzero(group_of != own)) for own in np.unique(group_of)]
-        order = tuple(itertools.chain.from_iterable(part.order for part in parts))
-        common = tuple(itertools.chain.from_iterable(part.common for part in parts))
-        return SharedPrefixes(order, common, self.own_tokens)
-
-    def without(self, samples: Ints) -> SharedPrefixes:
-        """The prefixes of the other samples.
-
-        >>> SharedPrefixes((0, 1, 2, 3), (0, 5, 3, 4)).without(np.array([1]))
-        SharedPrefixes(order=(0, 2, 3), common=(0, 3, 4), own_tokens=1)
-        """
         order = np.array(self.order, dtype=np.int64)
-        kept = np.flatnonzero(~np.isin(order, samples))
-        if not kept.size:
-            return SharedPrefixes((), (), self.own_tokens)
-        # With the last one that stays, a sample has the least in common of all from there on.
-        starts = np.concatenate([[0], kept[:-1] + 1])
-        common = np.minimum.reduceat(np.array(self.common[: kept[-1] + 1], dtype=np.int64), starts)
-        other = SharedPrefixes(tuple(order[kept].tolist()), tuple(common.tolist()), self.own_tokens)
-        return other.trimmed()
+        turned = np.argsort(group_of[order], kind="stable")
+        is_first = np.diff(group_of[order[turned]], prepend=-1) != 0
+        # A sample has with the one before it in its group the least in common of all from there.
+        starts = np.where(is_first, turned, np.roll(turned, 1) + 1)
+        spans = np.stack([starts, turned + 1], axis=1).ravel()
+        common = np.minimum.reduceat(np.append(np.array(self.common, dtype=np.int64), 0), spans)[
+            ::2
+        ]
+        common[is_first] = 0
+        apart = replace(self, order=tuple(order[turned].tolist()), common=tuple(common.tolist()))
+        return apart.trimmed()
 
     def trimmed(self) -> SharedPrefixes:
         """Without samples that share no position with another one."""

@@ -202,7 +202,8 @@ def _all_agree(
     """Whether no rank has an error and all ranks have the same values."""
     if _is_alone(group):
         return error is None
-    numbers = [_number(value) for value in values]
+    # Digests below 2**56, so that they and their negatives fit into signed 64-bit integers.
+    numbers = [int.from_bytes(hashlib.sha256(v.encode()).digest()[:7], "big") for v in values]
     maxima = torch.tensor(
         [int(error is not None), *numbers, *(-number for number in numbers)],
         dtype=torch.int64,
@@ -218,11 +219,6 @@ def _all_agree(
 def _is_alone(group: dist.ProcessGroup | None) -> bool:
     # A job of one process has no gloo group, and NCCL takes no tensor of the host.
     return not dist.is_initialized() or dist.get_world_size(group) == 1
-
-
-def _number(value: str) -> int:
-    """A digest below 2**56, so that it and its negative fit into signed 64-bit integers."""
-    return int.from_bytes(hashlib.sha256(value.encode()).digest()[:7], "big")
 
 
 def _gather_reports(

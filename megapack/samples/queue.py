@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Generic, TypeVar
 
-from megapack.base.arrays import check_count
-from megapack.errors import DataError
+from megapack.base.arrays import check_count, read_id
+from megapack.errors import DataError, brief
 
 Sample = TypeVar("Sample")
 
@@ -31,7 +31,7 @@ class RolloutQueue(Generic[Sample]):
     """
 
     def __init__(self, global_batch_size: int) -> None:
-        check_count("global_batch_size", global_batch_size or 0)
+        check_count("global_batch_size", 0 if global_batch_size is None else global_batch_size)
         self.global_batch_size = global_batch_size
         self._waiting: dict[int | str, Sequence[Sample]] = {}
 
@@ -47,11 +47,14 @@ class RolloutQueue(Generic[Sample]):
             samples: all of its samples, in order.
 
         Raises:
-            DataError: it has no samples, or one of this name waits already.
+            DataError: it has no list of samples, one of this name waits already, or the name is
+                neither an int64 nor a str.
         """
-        if rollout in self._waiting or not len(samples):
-            what = "waits already" if len(samples) else "has no samples"
-            raise DataError(f"rollout {rollout!r} {what}; add each finished rollout once")
+        rollout = read_id("a rollout has the name", rollout)
+        size = len(samples) if isinstance(samples, Sized) else 0
+        if rollout in self._waiting or not size:
+            what = "waits already" if size else "has no samples in a list"
+            raise DataError(f"rollout {brief(rollout)} {what}; add each finished rollout once")
         self._waiting[rollout] = samples
 
     def take(self, *, allow_partial: bool = False) -> list[tuple[int | str, Sample]] | None:

@@ -36,7 +36,8 @@ MODEL = ModelConfig(
     init_std=0.2 * math.sqrt(32 / WIDTH),
 )
 
-STREAMS_MODEL = ModelWithStreams(**vars(MODEL))
+# HybridModel has no hyper-connections.
+STREAMS_MODEL = ModelWithStreams(**{**vars(MODEL), "megatron_class": "gpt"})
 
 # Differs from MODEL in every architectural option; the reference runs both.
 OTHER_MODEL = dataclasses.replace(

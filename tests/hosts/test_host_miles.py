@@ -67,6 +67,19 @@ def test_a_batch_of_several_adapters_is_one_step_of_rows_by_slot(sizes: list[int
     assert len(schedule[2]) == 1
 
 
+def test_no_sample_of_an_adapter_is_dropped() -> None:
+    """miles divides the gradient of each adapter by the samples that it had before."""
+    slots = [0, 1, 2] * 4
+    args = make_args(max_tokens_per_gpu=10, multi_lora=True, pipeline_model_parallel_size=2)
+    config = {**make_config(dp=2), "vpp_size": 2, "microbatch_group_size_per_vp_stage": 4}
+    data = {"tokens": [[1] * 10 for _ in slots], "adapter_slots": slots}
+    lengths = [len(ids) for ids in data["tokens"]]
+    with pytest.raises(ValueError, match="cannot align micro-batches to align_to=8"):
+        miles.build_dp_schedule(
+            args, config, lengths, global_batch_size=12, rollout_indices=rollouts_of([1] * 12)
+        )
+
+
 def test_whether_several_adapters_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     data = {"adapter_slots": [0, 1], "rollout_ids": [0, 0]}
     asked = []

@@ -224,9 +224,14 @@ def test_what_looks_at_one_chunk_is_refused_with_virtual_stages(key: str) -> Non
     ],
 )
 def test_virtual_stages_that_the_layout_does_not_have_are_refused(
-    layout: dict[str, int] | None, vpp: int | None, says: str | None
+    layout: dict[str, int] | None,
+    vpp: int | None,
+    says: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The driver says so at its start, and not a worker's schedule at some later step."""
+    asked = [types.SimpleNamespace(host="nemo_rl_vpp")]
+    monkeypatch.setattr(nemo_rl.patching, "status", lambda: asked)
     overrides = {"virtual_pipeline_model_parallel_size": vpp}
     config = {
         "megapack": {"layout": layout},
@@ -238,6 +243,13 @@ def test_virtual_stages_that_the_layout_does_not_have_are_refused(
         return
     with pytest.raises(ConfigError, match=says):
         nemo_rl.read_settings(config)
+
+
+@pytest.mark.parametrize(("vpp", "says"), [(2, "needs the patch nemo_rl_vpp"), ("2", "='2'; set")])
+def test_virtual_stages_need_their_patch(vpp: object, says: str) -> None:
+    overrides = {"virtual_pipeline_model_parallel_size": vpp}
+    with pytest.raises(ConfigError, match=says):
+        nemo_rl.read_settings({"megatron_cfg": {"model_overrides": overrides}})
 
 
 class Chunk(torch.nn.Linear):

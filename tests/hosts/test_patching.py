@@ -377,7 +377,7 @@ def test_a_patch_file_is_for_versions_from_one_on(
 
 def test_an_older_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.3.1")
-    with pytest.raises(ConfigError, match=r"megatron_bridge 0.3.1 is installed .* 0.4 and newer"):
+    with pytest.raises(ConfigError, match=r"megatron-bridge 0.3.1 is installed .* 0.4 and newer"):
         patch_set(["megatron_bridge"])
     left = patch_set(["slime", "megatron_bridge", "-megatron_bridge"])
     assert [file.host for file in left] == ["slime", "megatron_core"]

@@ -146,6 +146,8 @@ def test_exit_codes_and_tracebacks_are_the_scripts(
         ([], "nothing to run"),
         (["absent.py"], "absent.py: no such script"),
         (["--patch", "slim", "setup.py"], "no patches for 'slim'"),
+        (["--patch", " , slim,", "setup.py"], "no patches for 'slim'"),
+        (["--patch", ",", "setup.py"], "--patch ',' names no host; set one, such as slime"),
     ],
 )
 def test_a_bad_command_prints_one_line(
@@ -245,7 +247,7 @@ def test_an_older_version_hides_no_other_host(
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(shipped_hosts())
     too_old = [line.split()[0] for line in lines if "0.1 is installed and the patches are" in line]
-    assert too_old == ["megatron_bridge", "skyrl", "slime"]
+    assert too_old == ["megatron_bridge", "skyrl", "slime", "verl_dynamic_cp"]
     assert main(["patch", "show", "slime"]) == 0
     shown = capsys.readouterr().out
     assert "slime: cannot be applied: slime 0.1 is installed" in shown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from megapack.errors import ConfigError, DataError
@@ -52,6 +53,18 @@ def test_a_rollout_is_added_once_and_has_samples() -> None:
         queue.add(7, ["a"])
     with pytest.raises(DataError, match="rollout 'x' has no samples"):
         queue.add("x", [])
-    for size in (0, None):
-        with pytest.raises(ConfigError, match="global_batch_size=0"):
+    for size in (0, None, [2]):
+        with pytest.raises(ConfigError, match="global_batch_size="):
             RolloutQueue(size)  # type: ignore[arg-type]
+
+
+def test_names_and_samples_of_other_types_are_refused_before_they_wait() -> None:
+    queue: RolloutQueue[str] = RolloutQueue(1)
+    for name in (None, 1.0, [1], True, 2**64):
+        with pytest.raises(DataError, match=r"a rollout has the name .*; give an int64 or a str"):
+            queue.add(name, ["a"])  # type: ignore[arg-type]
+    for samples in ((one for one in "ab"), 5):
+        with pytest.raises(DataError, match="rollout 'y' has no samples in a list"):
+            queue.add("y", samples)  # type: ignore[arg-type]
+    queue.add(np.int64(3), ["a"])  # type: ignore[arg-type]
+    assert queue.take() == [(3, "a")]

@@ -119,14 +119,10 @@ def _bounds(item: Mapping[str, Any], rows: Sample) -> list[list[int]]:
     if "position_ids" not in rows:
         starts = [[0]] * num_rows
     else:
-        starts = [_restarts(positions) for positions in rows["position_ids"]]
+        # Positions [0, 1, 2, 0, 1] start at [0, 3]. The first token starts a sample.
+        starts = [[0, *(np.flatnonzero(p[1:] == 0) + 1).tolist()] for p in rows["position_ids"]]
         _check_attention_mask(item.get("attention_mask"), starts)
     return [[*row_starts, num_tokens] for row_starts in starts]
-
-
-def _restarts(positions: np.ndarray[Any, Any]) -> list[int]:
-    """Where positions start from 0: [0, 1, 2, 0, 1] -> [0, 3]. The first token starts a sample."""
-    return [0, *(int(i) for i in np.flatnonzero(positions[1:] == 0) + 1)]
 
 
 def _check_attention_mask(attention_mask: Any, starts: list[list[int]]) -> None:

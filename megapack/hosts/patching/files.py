@@ -139,8 +139,8 @@ class PatchFile:
         if self.is_for(self.version):
             return ""
         return (
-            f"{self.host} {self.version} is installed and the patches are for {self.since} and "
-            "newer; install such a version, or an older megapack"
+            f"{self.distribution} {self.version} is installed and the patches are for {self.since} "
+            "and newer; install such a version, or an older megapack"
         )
 
     def is_for(self, version: str | None) -> bool:

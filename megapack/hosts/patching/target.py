@@ -250,7 +250,7 @@ def _hosts_own(value: Any) -> Any:
 
 
 def _reading(original: Any, argument: str, read: Callable[[Any], Any]) -> Any:
-    """The host's function, which calls `read` with one of its arguments first, if it is given.
+    """The host's function, which calls `read` with one of its arguments first.
 
     What `read` returns, if anything, takes the argument's place.
     """
@@ -259,8 +259,8 @@ def _reading(original: Any, argument: str, read: Callable[[Any], Any]) -> Any:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
-        if argument in given.arguments:
-            given.arguments[argument] = read(given.arguments[argument]) or given.arguments[argument]
+        given.apply_defaults()
+        given.arguments[argument] = read(given.arguments[argument]) or given.arguments[argument]
         return original(*given.args, **given.kwargs)
 
     return call

@@ -234,6 +234,8 @@ def plan_dynamic(
     slots = data.get("adapter_slots")
     if slots is not None:
         settings["adapter_ids"] = [slots[i] for i in rollouts.samples]
+        # miles divides an adapter's gradient by the samples that it had before.
+        settings["policy"] = replace(settings["policy"], unreachable="error")
     if options.share_prefixes and token_ids is not None:
         plan = plan_families(
             [token_ids[i] for i in rollouts.samples],

@@ -151,16 +151,12 @@ class LateNorms(SelfAttention):  # type: ignore[misc]
             partial(_normed_heads, [norm.forward for norm in norms])
         )
         for norm in norms:
-            norm.forward = _unchanged
+            norm.forward = lambda x: x
 
 
 def _normed_heads(norms: Sequence[Any], core: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     query, key, *others = args
     return norms[0](query), norms[1](key), *others
-
-
-def _unchanged(x: Tensor) -> Tensor:
-    return x
 
 
 class PostNormLayer(TransformerLayer):  # type: ignore[misc]

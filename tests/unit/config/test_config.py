@@ -106,6 +106,7 @@ BAD: list[Any] = [
     ("name: x\ninner: {count: -1}", [], "c.yaml: inner.count is -1; set 0 or more"),
     ("name: !!python/object/apply:os.system [ls]", [], "c.yaml:1: tags are refused"),
     ("name: &a x\ninner: *a", [], "c.yaml:2: aliases (*name) are refused"),
+    ("name: **", [], "but found '*'; quote a text that begins with *"),
     ("name: x\n1: y", [], "c.yaml:2: keys are words, got '1'"),
     ("name: x\n? 'a\n\n  b'\n: y", [], "c.yaml:2: keys are words"),
     ("name: x\n" + "k" * 999 + ": y", [], "unknown key kkk"),

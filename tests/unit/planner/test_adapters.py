@@ -74,7 +74,7 @@ def test_rows_have_one_adapter_where_that_costs_nothing() -> None:
     assert plan.policy.adapters == "group"
 
 
-def test_no_rollout_is_dropped_for_rows_of_one_adapter() -> None:
+def test_no_rollout_is_dropped_for_rows_of_one_adapter(caplog: pytest.LogCaptureFixture) -> None:
     """5 samples fill 4 rows; one a row they would need 8, and be 3 too few."""
     lengths = [512] * 5
     options = {"layout": Layout(dp=2, pp=2, vpp=2), "max_tokens_per_gpu": 1024}
@@ -89,6 +89,8 @@ def test_no_rollout_is_dropped_for_rows_of_one_adapter() -> None:
     ]
     assert [plan.counts.num_dropped_rollouts for plan in plans] == [0, 1]
     assert num_mixed(plans[0]) > 0
+    # Of the plan that was only tried nothing is said.
+    assert caplog.text.count("dropped 1 trailing rollout") == 1
 
 
 def test_integers_come_before_strings_and_rows_follow_their_order() -> None:
@@ -97,7 +99,7 @@ def test_integers_come_before_strings_and_rows_follow_their_order() -> None:
     )
     assert [mb.samples for mb in plan.microbatches] == [(3, 5, 1, 4, 2, 0)]
     shown = format_grid(plan, rank=0)
-    assert "samples 3,5,1,4,2,0; adapters 9, 10, 10, a, b" in shown
+    assert "samples 3,5,1,4,2,0; adapters [9, 10, '10', 'a', 'b']" in shown
 
 
 def test_rows_of_a_number_of_samples_have_one_adapter() -> None:
@@ -183,6 +185,26 @@ def test_a_piece_stands_before_the_adapters_of_its_row() -> None:
 def test_what_contradicts_adapters_is_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises((DataError, ConfigError), match=message):
         build_dp_schedule([5, 6, 7], layout=Layout(), max_tokens_per_gpu=64, **options)
+
+
+def test_a_damaged_plan_is_shown_in_one_line_a_row() -> None:
+    ids = ["a\nplan 000: forged", *map(str, range(98))]
+    plan = build_dp_schedule([5] * 99, layout=Layout(), micro_batch_size=99, adapter_ids=ids)
+    lines = format_grid(plan, rank=0).splitlines()
+    assert len(lines) == 3
+    assert len(lines[-1]) < 200
+    few = dataclasses.replace(plan, adapter_ids=(7, 8))
+    assert "adapters [8, 7]" in format_grid(few, rank=0)
+
+
+@pytest.mark.parametrize("kind", ["adapter_ids", "rollout_ids", "colocate_ids"])
+@pytest.mark.parametrize(
+    "ids", [{"a", "b", "c"}, frozenset("abc"), "abc", b"abc", {1: 0, 2: 0, 3: 0}, np.array(3)]
+)
+def test_ids_without_an_order_are_refused(kind: str, ids: object) -> None:
+    """Sets have another order in another process."""
+    with pytest.raises(DataError, match=f"{kind} are .*; give one id per sample"):
+        build_dp_schedule([5] * 3, layout=Layout(), max_tokens_per_gpu=16, **{kind: ids})
 
 
 def test_plans_with_wrong_adapters_are_refused() -> None:

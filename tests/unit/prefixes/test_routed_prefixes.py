@@ -11,6 +11,7 @@ import torch
 from megapack import Layout, SharedPrefixes
 from megapack.errors import DataError
 from megapack.prefixes import PrefixTable
+from megapack.prefixes.table import shared_positions
 from megapack.prefixes.worth import worthwhile
 
 pytestmark = pytest.mark.unit
@@ -56,6 +57,27 @@ def test_a_sample_that_another_begins_with_needs_the_route_of_its_last_token() -
     routes[0][3, 0] = torch.tensor([1, 2])  # was [3, 0]
     # It would share all of its tokens; now it keeps the last two.
     assert SharedPrefixes.from_samples(turns, routing=routes).common == (0, 3)
+
+
+@pytest.mark.parametrize("own_tokens", [1, 2])
+def test_samples_of_a_group_share_only_tokens_of_equal_routes(own_tokens: int) -> None:
+    """Also where one that stood between two of them is in another group."""
+    rng = np.random.default_rng(own_tokens)
+    num_shared = 0
+    for _ in range(400):
+        samples = [rng.integers(2, size=rng.integers(1, 7)).tolist() for _ in range(6)]
+        routes = [rng.integers(4, size=(len(own), 1, 1)) // 3 for own in samples]
+        groups = rng.integers(2, size=6)
+        found = SharedPrefixes.from_samples(
+            samples, routing=routes, mtp_num_layers=own_tokens - 1
+        ).apart(groups)
+        lengths = np.array([*map(len, samples)])
+        shared = shared_positions(found, lengths, Layout())
+        num_shared += int(shared.sum())
+        for k in range(1, len(found.order)):
+            first, second = found.order[k - 1], found.order[k]
+            assert np.array_equal(routes[first][: shared[k]], routes[second][: shared[k]])
+    assert num_shared > 50
 
 
 def test_samples_without_routes_share_nothing() -> None:

@@ -57,6 +57,12 @@ def test_letters_of_latent_and_sparse_attention_are_those_of_attention() -> None
         ({"hybrid_layer_pattern": "*E", "num_layers": 2}, "model.num_experts must be set"),
         ({"hybrid_layer_pattern": "*-", "num_layers": 2, "megatron_class": "gpt"}, "leave one out"),
         ({"linear_num_key_heads": 2}, "needs model.hybrid_layer_pattern"),
+        (
+            {"hybrid_layer_pattern": "*-", "num_layers": 2, "num_experts": 4},
+            "'[*]-' has no layer E for model.num_experts=4",
+        ),
+        ({"hybrid_layer_pattern": "*-", "num_layers": 2, **GATED_DELTA}, "has no layer G"),
+        ({"hybrid_layer_pattern": "*-", "num_layers": 2, "mamba_num_heads": 4}, "no layer M"),
         ({"position_embedding_type": "none"}, "does not run with whole blocks"),
         ({"hybrid_layer_pattern": "+-", "num_layers": 2}, "model.kv_lora_rank must be set"),
         ({"hybrid_layer_pattern": "D-", "num_layers": 2, **LATENT}, "indexer_top_k must be set"),
