@@ -187,9 +187,8 @@ class SharedPrefixes:
         # A sample has with the one before it in its group the least in common of all from there.
         starts = np.where(is_first, turned, np.roll(turned, 1) + 1)
         spans = np.stack([starts, turned + 1], axis=1).ravel()
-        common = np.minimum.reduceat(np.append(np.array(self.common, dtype=np.int64), 0), spans)[
-            ::2
-        ]
+        padded = np.append(np.array(self.common, dtype=np.int64), 0)
+        common = np.minimum.reduceat(padded, spans)[::2]
         common[is_first] = 0
         apart = replace(self, order=tuple(order[turned].tolist()), common=tuple(common.tolist()))
         return apart.trimmed()

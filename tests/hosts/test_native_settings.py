@@ -138,6 +138,29 @@ def test_what_a_reader_returns_takes_the_place_of_the_argument(
     assert textwrap.dedent("a") == "a"
 
 
+def test_a_reader_gets_the_default_of_an_argument_that_is_not_given(
+    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As miles' tests call the function that adds options: without its argument."""
+
+    def narrow(width: int) -> int:
+        return width - 68
+
+    narrow.__module__ = "megapack.hosts.stub"
+    monkeypatch.setattr(sys.modules["megapack.hosts.stub"], "pack", narrow)
+    file = tmp_path / "other.yaml"
+    file.write_text(
+        "host: other\nseen: here\npatches:\n  - target: textwrap:wrap\n    argument: width\n"
+        "    replacement: megapack.hosts.stub:pack\n    why: a test\n"
+    )
+    patching.apply(str(file))
+    try:
+        assert textwrap.wrap("a b c") == ["a", "b", "c"]
+        assert textwrap.wrap("a b c", 71) == ["a b", "c"]
+    finally:
+        patching.revert(str(file))
+
+
 def test_a_function_without_the_argument_is_refused(host: Host) -> None:
     host.load("stubhost.utils.packing")
     with pytest.raises(PatchError, match=r"expected a parameter config, found \(lengths"):
