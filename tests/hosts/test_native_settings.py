@@ -113,20 +113,28 @@ def test_a_function_tells_its_argument_and_stays(
     assert host.load("stubhost.trainer").pack is pack
 
 
+def file_with_reader(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, target: str, argument: str, reader: Any
+) -> str:
+    """A patch file whose only patch reads an argument of a function."""
+    reader.__module__ = "megapack.hosts.stub"
+    monkeypatch.setattr(sys.modules["megapack.hosts.stub"], "pack", reader)
+    file = folder / "other.yaml"
+    file.write_text(
+        f"host: other\nseen: here\npatches:\n  - target: {target}\n    argument: {argument}\n"
+        "    replacement: megapack.hosts.stub:pack\n    why: a test\n"
+    )
+    return str(file)
+
+
 def test_what_a_reader_returns_takes_the_place_of_the_argument(
     host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def twice(text: str) -> str:
         return text * 2
 
-    twice.__module__ = "megapack.hosts.stub"
-    monkeypatch.setattr(sys.modules["megapack.hosts.stub"], "pack", twice)
-    file = tmp_path / "other.yaml"
-    file.write_text(
-        "host: other\nseen: here\npatches:\n  - target: textwrap:dedent\n    argument: text\n"
-        "    replacement: megapack.hosts.stub:pack\n    why: a test\n"
-    )
-    patching.apply(str(file))
+    file = file_with_reader(tmp_path, monkeypatch, "textwrap:dedent", "text", twice)
+    patching.apply(file)
     try:
         assert [textwrap.dedent("a"), textwrap.dedent(text="b"), textwrap.dedent("")] == [
             "aa",
@@ -134,7 +142,7 @@ def test_what_a_reader_returns_takes_the_place_of_the_argument(
             "",
         ]
     finally:
-        patching.revert(str(file))
+        patching.revert(file)
     assert textwrap.dedent("a") == "a"
 
 
@@ -146,19 +154,13 @@ def test_a_reader_gets_the_default_of_an_argument_that_is_not_given(
     def narrow(width: int) -> int:
         return width - 68
 
-    narrow.__module__ = "megapack.hosts.stub"
-    monkeypatch.setattr(sys.modules["megapack.hosts.stub"], "pack", narrow)
-    file = tmp_path / "other.yaml"
-    file.write_text(
-        "host: other\nseen: here\npatches:\n  - target: textwrap:wrap\n    argument: width\n"
-        "    replacement: megapack.hosts.stub:pack\n    why: a test\n"
-    )
-    patching.apply(str(file))
+    file = file_with_reader(tmp_path, monkeypatch, "textwrap:wrap", "width", narrow)
+    patching.apply(file)
     try:
         assert textwrap.wrap("a b c") == ["a", "b", "c"]
         assert textwrap.wrap("a b c", 71) == ["a b", "c"]
     finally:
-        patching.revert(str(file))
+        patching.revert(file)
 
 
 def test_a_function_without_the_argument_is_refused(host: Host) -> None:
