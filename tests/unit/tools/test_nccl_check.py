@@ -50,7 +50,7 @@ def job(
 
 def test_after_a_fault_the_others_are_ended_and_the_error_is_named(tmp_path: Path) -> None:
     code = "if os.environ['RANK'] == '1': raise ValueError('no such row')\ntime.sleep(60)"
-    ended = job(tmp_path, code)
+    ended = job(tmp_path, code, grace_s=3)
     assert (ended.codes, ended.killed) == ((-9, 1, -9), (0, 2))
     assert "rank 1: ValueError: no such row" in ended.reason
     assert ended.seconds < 15
