@@ -66,8 +66,10 @@ def start(device: Device) -> torch.device:
             )
         torch.cuda.set_device(index)
     backend = "gloo" if device == "cpu" else "nccl"
-    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=_TIMEOUT, **({} if "RANK" in os.environ else alone))
+    alone: dict[str, Any] = {}
+    if "RANK" not in os.environ:
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, timeout=_TIMEOUT, **alone)
     return torch.device("cpu" if device == "cpu" else f"cuda:{torch.cuda.current_device()}")
 
 

@@ -58,7 +58,7 @@ def table(traces: Path) -> Iterator[str]:
     yield "| " + " | ".join((*heads, "M, group", "M, one")) + " |"
     yield "|---" * (len(heads) + 2) + "|"
     costs: dict[int, list[float]] = {number: [] for number in ADAPTERS}
-    num_pure = num_cells = 0
+    num_pure = 0
     for case in cases(load(traces, SAMPLES), LAYOUTS):
         if case.model != "7B":
             continue
@@ -66,7 +66,6 @@ def table(traces: Path) -> Iterator[str]:
         for number in ADAPTERS:
             group, one = (plan_of(case, number, Policy(adapters=kind)) for kind in ("group", "one"))
             pure, rows = pure_rows(group)
-            num_cells += 1
             num_pure += pure == rows
             assert len(set(pure_rows(one))) == 1
             costs[number].append(seconds(case, one) / plain)
@@ -77,6 +76,7 @@ def table(traces: Path) -> Iterator[str]:
             )
     yield ""
     means = ", ".join(f"{mean(own):.3f} with {number}" for number, own in costs.items())
+    num_cells = sum(map(len, costs.values()))
     yield (
         f'Geometric means of `time, one`: {means}. Plans under "group" whose rows all hold one '
         f"adapter: {num_pure} of {num_cells}."

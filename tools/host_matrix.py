@@ -90,22 +90,20 @@ def rows_of(source: Source, files: Sequence[PatchFile], beside: Sequence[Path] =
     code = Sources(source.folders, beside=[*beside, site])
     rows = []
     for host in sorted({file.host for file in files}):
-        own = [file for file in files if file.host == host and _is_in(code, file)]
+        own = [file for file in files if file.host == host and _entries(code, file)]
         if not own:
             rows += _without_package(source, [file for file in files if file.host == host])
             continue
         (file,) = own
+        entries = _entries(code, file)
         if file.is_for(source.version):
             rows += [
-                _row(source, host, entry, *_verdict(code, source, host, entry))
-                for entry in file.patches
-                if code.has(package_of(entry.module))
+                _row(source, host, entry, *_verdict(code, source, host, entry)) for entry in entries
             ]
         else:
             # An old version has not moved.
             text = f"the patches are for versions from {file.since}"
-            own_names = (e for e in file.patches if code.has(package_of(e.module)))
-            rows.append(_row(source, host, next(own_names), text, False))
+            rows.append(_row(source, host, entries[0], text, False))
     return rows
 
 
@@ -122,8 +120,9 @@ def _without_package(source: Source, files: Sequence[PatchFile]) -> list[Row]:
     return []
 
 
-def _is_in(code: Sources, file: PatchFile) -> bool:
-    return any(code.has(package_of(entry.module)) for entry in file.patches)
+def _entries(code: Sources, file: PatchFile) -> list[Replacement]:
+    """What the file replaces in packages which the source has."""
+    return [entry for entry in file.patches if code.has(package_of(entry.module))]
 
 
 def _row(source: Source, host: str, entry: Replacement, verdict: str, moved: bool) -> Row:

@@ -12,7 +12,7 @@ from types import TracebackType
 from megapack.base.known_warnings import quiet_known_warnings
 from megapack.errors import ConfigError
 from megapack.hosts.patching import apply
-from megapack.hosts.patching.files import shipped_hosts
+from megapack.hosts.patching.files import names_in, shipped_hosts
 from megapack.hosts.startup import CPU_VARIABLE, VARIABLE, log_to_stderr
 
 EXAMPLE = """torchrun --nproc-per-node 8 -m megapack run --patch slime train.py ARGS
@@ -66,9 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
         cpu.enable()
         os.environ[CPU_VARIABLE] = "1"
-    hosts = [name.strip() for name in ",".join(args.patch).split(",") if name.strip()]
-    if args.patch and not hosts:
-        raise ConfigError(f"--patch {','.join(args.patch)!r} names no host; set one, such as slime")
+    hosts = names_in(",".join(args.patch), where="--patch ") if args.patch else []
     apply(*hosts)
     _patch_children(hosts)
     sys.argv[:] = command

@@ -82,12 +82,9 @@ def asked_hosts(value: str) -> list[str]:
     Raises:
         ConfigError: megapack ships no patches for one of the names, or a value names none.
     """
-    from megapack.errors import ConfigError
-    from megapack.hosts.patching.files import refuse_unknown
+    from megapack.hosts.patching.files import names_in, refuse_unknown
 
-    names = [name.strip() for name in value.split(",") if name.strip()]
-    if value and not names:
-        raise ConfigError(f"{value!r} names no host; set one, such as slime, or unset {VARIABLE}")
+    names = names_in(value, unless=f", or unset {VARIABLE}") if value else []
     for name in names:
         refuse_unknown(name.removeprefix("-"))
     return names

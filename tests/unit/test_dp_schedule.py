@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megapack import (
+    DataError,
     Layout,
     Plan,
     PlanError,
@@ -265,3 +266,13 @@ def test_planning_needs_no_torch(repo_root: Path) -> None:
     subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": str(repo_root)}, check=True, timeout=120
     )
+
+
+@pytest.mark.parametrize("kind", ["adapter_ids", "rollout_ids", "colocate_ids"])
+@pytest.mark.parametrize(
+    "ids", [{"a", "b", "c"}, frozenset("abc"), "abc", b"abc", {1: 0, 2: 0, 3: 0}, np.array(3)]
+)
+def test_ids_without_an_order_are_refused(kind: str, ids: object) -> None:
+    """Sets have another order in another process."""
+    with pytest.raises(DataError, match=f"{kind} are .*; give one id per sample"):
+        build_dp_schedule([5] * 3, layout=Layout(), max_tokens_per_gpu=16, **{kind: ids})

@@ -196,6 +196,18 @@ def patch_set(names: Iterable[str], *, any_version: bool = False) -> tuple[Patch
     return kept
 
 
+def names_in(value: str, *, where: str = "", unless: str = "") -> list[str]:
+    """The names in a text, with commas between them.
+
+    Raises:
+        ConfigError: there is none; the message is that between `where` and `unless`.
+    """
+    names = [name.strip() for name in value.split(",") if name.strip()]
+    if not names:
+        raise ConfigError(f"{where}{value!r} names no host; set one, such as slime{unless}")
+    return names
+
+
 def refuse_unknown(host: str) -> None:
     """Refuse a name that is no shipped host; a path is none.
 

@@ -168,8 +168,7 @@ def plan_micro_batches(
         ScheduleError: on all ranks, if one fails; it names the rank and its error.
     """
 
-    if micro_cost_model not in get_args(MicroCostModel):
-        known = get_args(MicroCostModel)
+    if micro_cost_model not in (known := get_args(MicroCostModel)):
         raise ConfigError(f"micro_cost_model={micro_cost_model!r}; set one of {known}")
     if micro_token_budget is None:
         check_count("num_updates", num_updates)

@@ -234,9 +234,8 @@ def _hybrid(model: ModelOptions) -> _Table:
         f"hybrid_layer_pattern={pattern!r} has {len(depths)} parts after a /, and "
         f"model.mtp_num_layers is {model.mtp_num_layers}; set as many parts, all alike",
     )
-    sizes = {"E": "num_experts", "G": "linear_num_key_heads", "M": "mamba_num_heads"}
-    for letter, name in sizes.items():
-        number = getattr(model, name)
+    for letter in "EGM":
+        number = getattr(model, name := NEEDED[letter][0])
         yield (
             number and letter not in pattern,
             f"hybrid_layer_pattern={pattern!r} has no layer {letter} for model.{name}={number}; "

@@ -197,16 +197,6 @@ def test_a_damaged_plan_is_shown_in_one_line_a_row() -> None:
     assert "adapters [8, 7]" in format_grid(few, rank=0)
 
 
-@pytest.mark.parametrize("kind", ["adapter_ids", "rollout_ids", "colocate_ids"])
-@pytest.mark.parametrize(
-    "ids", [{"a", "b", "c"}, frozenset("abc"), "abc", b"abc", {1: 0, 2: 0, 3: 0}, np.array(3)]
-)
-def test_ids_without_an_order_are_refused(kind: str, ids: object) -> None:
-    """Sets have another order in another process."""
-    with pytest.raises(DataError, match=f"{kind} are .*; give one id per sample"):
-        build_dp_schedule([5] * 3, layout=Layout(), max_tokens_per_gpu=16, **{kind: ids})
-
-
 def test_plans_with_wrong_adapters_are_refused() -> None:
     lengths = [5, 6, 7, 8]
     options = {"layout": Layout(), "max_tokens_per_gpu": 64, "adapter_ids": [0, 1, 0, 1]}
